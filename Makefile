@@ -1,0 +1,63 @@
+# The front door. Snakemake does the work: see Snakefile.
+# Works with GNU make 3.81 and any POSIX shell.
+
+PYTHON  ?= python3
+PROFILE ?= quick
+MACHINE ?=
+ARGS    ?=
+
+QUIET     = --quiet host reason --show-failed-logs
+SNAKEMAKE = -m snakemake --cores 1 --rerun-incomplete $(QUIET) $(ARGS)
+CONFIG    = $(if $(MACHINE),machine=$(MACHINE))
+# The shell finds jupyter-book and papermill of the same environment first.
+RUN       = PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python
+RENDER    = PATH="$(CURDIR)/.venv-book/bin:$$PATH" .venv-book/bin/python
+FAILED    = { echo "make $@ stopped: the reason is above. The same command goes on from there. Logs: .snakemake/log"; exit 1; }
+
+.PHONY: help book test html study clean
+
+help:
+	@echo "make book   the quick study on this machine, then the book   [PROFILE=smoke|quick|standard|full]"
+	@echo "make html   the published book, without torch or weights     [MACHINE=name]"
+	@echo "make study  measure only; goes on where it stopped            [PROFILE=smoke|quick|standard|full]"
+	@echo "make test   the whole test suite                             [ARGS='-k name']"
+	@echo "make clean  remove what was rendered; data and environments stay"
+	@echo "Python: $(PYTHON) (3.11 or newer; choose another with PYTHON=...)"
+
+book: .venv/.stamp
+	@$(RUN) $(SNAKEMAKE) --config profile=$(PROFILE) $(CONFIG) -- book || $(FAILED)
+	@echo "The book: _build/html/index.html"
+
+html: .venv-book/.stamp
+	@$(RENDER) $(SNAKEMAKE) $(if $(CONFIG),--config $(CONFIG)) -- html || $(FAILED)
+	@echo "The book: _build/html/index.html"
+
+study: .venv/.stamp
+	@$(RUN) $(SNAKEMAKE) --config profile=$(PROFILE) $(CONFIG) -- study || $(FAILED)
+
+test: .venv/.stamp
+	@$(RUN) -m pytest $(ARGS)
+
+clean:
+	@rm -rf _build book/notebooks book/generated
+
+.venv/.stamp: requirements.txt pyproject.toml
+	@$(call environment,.venv,requirements.txt,a few minutes and 2 GB the first time)
+
+.venv-book/.stamp: requirements-book.txt pyproject.toml
+	@$(call environment,.venv-book,requirements-book.txt,about a minute)
+
+# $(1) folder, $(2) lock, $(3) what it takes. A folder that a broken install left without a working pip is made anew.
+define environment
+say() { echo "$$1" >&2; exit 1; }; \
+command -v "$(PYTHON)" >/dev/null 2>&1 || say "No $(PYTHON) here. Install Python 3.11 or newer, or: make $(MAKECMDGOALS) PYTHON=path"; \
+"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+  || say "$(PYTHON) is older than 3.11. Choose a newer one: make $(MAKECMDGOALS) PYTHON=path"; \
+"$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null \
+  || say "$(PYTHON) cannot make environments: install its venv module (Debian, Ubuntu: apt install python3-venv)"; \
+echo "Environment $(1): installing ($(3))"; \
+$(1)/bin/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(1) || say "$(1) could not be made"; \
+$(1)/bin/python -m pip install -qq -r $(2) && $(1)/bin/python -m pip install -qq --no-deps -e . \
+  || say "$(1): pip failed, see above. Check the network and the disk, then run the same command again"; \
+touch $@
+endef

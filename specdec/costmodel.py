@@ -1,0 +1,118 @@
+"""When does speculative decoding pay? Expected tokens, predicted speedup, best K and break-even; numpy only.
+
+Time is counted in target passes over one token, t_target(1): a round of K draft tokens costs K c + v(K + 1) + overhead,
+with the latency ratio c = t_draft / t_target(1) and the verification cost v(n) = t_target(n) / t_target(1). It emits
+1 + sum S_k tokens on average, S_k = P(at least k accepted), exactly and whatever the dependence between positions.
+After Leviathan et al., arXiv:2211.17192, theorem 3.8, without its assumptions of i.i.d. acceptance and v = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+def expected_tokens(survival: ArrayLike) -> float:
+    """Tokens per target pass, 1 + sum S_k, of a round that the end of the answer does not cut.
+
+    Args:
+        survival: (K,), S_1..S_K; K = 0 gives 1.
+
+    Raises:
+        ValueError: not (K,), outside [0, 1], or increasing.
+    """
+    return float(1 + _survival(survival).sum())
+
+
+def closed_form(a: float, k: int) -> float:
+    """Tokens per target pass if every draft token were accepted with the same probability, independently.
+
+    (1 - a^(k+1)) / (1 - a), and k + 1 at a = 1 (arXiv:2211.17192, eq. 1). It depends on the estimator taken for a.
+
+    Raises:
+        ValueError: a outside [0, 1], or k not a whole number >= 0.
+    """
+    if not 0 <= a <= 1:
+        raise ValueError(f"a must lie in [0, 1], not {a!r}")
+    if k < 0 or k != int(k):
+        raise ValueError(f"k must be a whole number >= 0, not {k!r}")
+    return float((float(a) ** np.arange(int(k) + 1)).sum())  # the geometric series itself needs no case for a = 1
+
+
+def speedup(survival: ArrayLike, c: float, v: float, overhead: float = 0.0) -> float:
+    """Predicted speedup over target-only decoding at K = len(survival): (1 + sum S_k) / (K c + v + overhead).
+
+    Args:
+        survival: (K,), S_1..S_K. c: latency ratio. v: v(K + 1), a number. overhead: per round, in t_target(1).
+
+    Raises:
+        ValueError: bad survival, a cost that is negative or not finite, or a round that costs nothing.
+    """
+    survival = _survival(survival)
+    cost = len(survival) * _cost(c, "c") + _cost(v, "v") + _cost(overhead, "overhead")
+    if cost == 0:
+        raise ValueError("a round that costs nothing has no speedup: c, v and overhead are all 0")
+    return expected_tokens(survival) / cost
+
+
+def best_k(survival: ArrayLike, c: float, v_by_n: Mapping[int, float], overhead: float = 0.0) -> tuple[int, float]:
+    """The draft length with the largest predicted speedup, and that speedup; K = 0 (do not draft) has 1.0.
+
+    Of equal speedups the smallest K is taken. S_k must hold for every K <= Kmax, as it does for a fixed-K draft. The
+    largest of several estimates flatters itself: choose K on one prompt set, report on another.
+
+    Args:
+        survival: (Kmax,), the longest known S_1..S_Kmax.
+        c, overhead: as for :func:`speedup`.
+        v_by_n: n -> v(n), linear between the measured n; these must reach from 2 or less to Kmax + 1.
+
+    Raises:
+        ValueError: as :func:`speedup`; or v is not measured as far as needed: it is never extrapolated.
+    """
+    survival = _survival(survival)
+    best = (0, 1.0)
+    if not len(survival):
+        return best
+    measured = sorted(v_by_n)
+    if not measured or measured[0] > 2 or measured[-1] < len(survival) + 1:
+        raise ValueError(f"v must be measured from n <= 2 to n >= {len(survival) + 1}, not only at {measured}")
+    cost = np.interp(np.arange(2, len(survival) + 2), measured, [_cost(v_by_n[n], f"v({n})") for n in measured])
+    for k, v in enumerate(cost, start=1):
+        predicted = speedup(survival[:k], c, v, overhead)
+        if predicted > best[1]:
+            best = (k, predicted)
+    return best
+
+
+def break_even_c(survival: ArrayLike, v: float, overhead: float = 0.0) -> float:
+    """The latency ratio c at which the speedup is 1 at K = len(survival): (1 + sum S_k - v - overhead) / K.
+
+    A draft pays below it. Where it is <= 0 no draft pays, however fast.
+
+    Raises:
+        ValueError: as :func:`speedup`, or K = 0: without a draft there is no c.
+    """
+    survival = _survival(survival)
+    if not len(survival):
+        raise ValueError("K = 0: without a draft there is no latency ratio to break even at")
+    return (expected_tokens(survival) - _cost(v, "v") - _cost(overhead, "overhead")) / len(survival)
+
+
+def _survival(survival):
+    survival = np.asarray(survival, dtype=float)
+    if survival.ndim != 1:
+        raise ValueError(f"survival must be (K,), not of shape {survival.shape}")
+    if not ((survival >= 0) & (survival <= 1)).all():  # NaN too
+        raise ValueError("survival must lie in [0, 1]")
+    if (np.diff(survival) > 1e-12).any():
+        raise ValueError("survival must not increase: S_k counts rounds with at least k accepted (these may be a_k)")
+    return survival
+
+
+def _cost(value, name):
+    value = float(value)
+    if not (np.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} must be >= 0 and finite, not {value!r}")
+    return value

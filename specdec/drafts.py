@@ -1,0 +1,172 @@
+"""Where draft tokens come from.
+
+A draft has ``propose(context, k, sampling, generator) -> (ids (k',), q (k', V'))`` with 0 <= k' <= k and V' at most the
+target's V. One function both draws a token and returns the law it was drawn from: q is never computed a second time.
+A draft may also have ``start(context, target)``, called before each answer with the prompt but its last token, and
+``forward_seconds``, the time it has spent in forward passes so far.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from specdec.latency import timed
+from specdec.models.torch_model import TorchModel
+from specdec.sampling import Sampling, draw
+
+
+class ModelDraft:
+    """Draft tokens from a smaller model with the target's vocabulary.
+
+    The draft keeps a cache of its own, even when it is given the very object that is also the target. At the next call it
+    is brought in line with the context: rejected tokens are dropped, and tokens it has not seen yet are fed, among them
+    its own last draft token after a full acceptance.
+
+    Args:
+        model: a ``specdec`` model (``specdec.models``).
+
+    Raises (from ``start``):
+        ValueError: the tokenizers of draft and target disagree about an id.
+    """
+
+    def __init__(self, model):
+        self.model = model.twin() if hasattr(model, "twin") else model
+        self.forward_seconds = 0.0
+        self._cached: list[int] = []
+        self._limit = model.vocab_size
+
+    def start(self, context: Sequence[int], target) -> None:
+        """Forget the last answer, check the pair, read ``context``."""
+        if target is self.model:
+            raise ValueError("draft and target share one cache: wrap the model a second time for the draft")
+        draft_tokenizer, target_tokenizer = (getattr(m, "tokenizer", None) for m in (self.model, target))
+        if draft_tokenizer is not None and target_tokenizer is not None and draft_tokenizer is not target_tokenizer:
+            known = _shared_ids(draft_tokenizer, len(draft_tokenizer), target_tokenizer, len(target_tokenizer))
+        else:
+            known = min(len(t) for t in (draft_tokenizer, target_tokenizer, range(target.vocab_size)) if t is not None)
+        # Ids that only the draft knows are barred before the draw, so q is the law of what is drawn.
+        self._limit = min(self.model.vocab_size, target.vocab_size, known)
+        self.model.drop_last(self.model.length)
+        self._cached = []
+        context = self._readable(context)[: self.model.max_context]
+        _read(self.model, context)
+        self._cached = context
+
+    def propose(self, context: Sequence[int], k: int, sampling: Sampling, generator: torch.Generator):
+        """Draw up to k tokens, each from this model's law after the context and the drafts before it.
+
+        Fewer where the draft's own window ends. See the module's text for what comes back.
+        """
+        context = self._readable(context)
+        k = max(0, min(k, self.model.max_context - len(context) + 1))
+        if k == 0:
+            return torch.empty(0, dtype=torch.long), torch.empty(0, self._limit)
+        shared = _common_prefix(self._cached, context[:-1])
+        self.model.drop_last(len(self._cached) - shared)
+        self._cached = self._cached[:shared]
+        pending = context[shared:]
+        ids = torch.empty(k, dtype=torch.long)
+        q = torch.empty(k, self._limit)
+        for i in range(k):
+            logits, seconds = timed(lambda: self.model.logits(pending)[-1:], getattr(self.model, "device", None))  # noqa: B023
+            self.forward_seconds += seconds
+            self._cached += pending
+            history = [context + ids[:i].tolist()] if sampling.repetition_penalty != 1 else None
+            q[i] = sampling.probabilities(
+                logits[:, : self._limit], history, where=f"draft model {_name(self.model)}", start=len(self._cached)
+            )
+            ids[i] = draw(q[i], generator)
+            pending = [int(ids[i])]
+        return ids, q
+
+    def _readable(self, context):
+        """Ids that only the target knows are shown to the draft as its last one: a worse guess, never a wrong law."""
+        last = self.model.vocab_size - 1
+        return [min(int(i), last) for i in context]
+
+
+class PromptLookup:
+    """Draft tokens copied from the context: what followed the last earlier occurrence of its final n-gram.
+
+    Costs no forward pass. q is one-hot (Saxena, "Prompt Lookup Decoding", 2023). The longest n-gram is tried first.
+
+    Args:
+        max_ngram: length of the longest final n-gram looked for; >= 1.
+
+    Raises:
+        ValueError: ``max_ngram`` is not an int >= 1.
+    """
+
+    forward_seconds = 0.0
+
+    def __init__(self, max_ngram: int = 3):
+        if isinstance(max_ngram, bool) or not isinstance(max_ngram, int) or max_ngram < 1:
+            raise ValueError(f"max_ngram must be an int >= 1, not {max_ngram!r}")
+        self.max_ngram = max_ngram
+
+    def propose(self, context: Sequence[int], k: int, sampling: Sampling, generator: torch.Generator):
+        """Up to k copied tokens; none when no final n-gram occurred before. Neither argument after k is read."""
+        ids = torch.tensor(self._copied(list(context), k), dtype=torch.long)
+        return ids, torch.nn.functional.one_hot(ids, max(context) + 1).float()
+
+    def _copied(self, context, k):
+        for size in range(min(self.max_ngram, len(context) - 1), 0, -1):
+            final = context[-size:]
+            for begin in range(len(context) - size - 1, -1, -1):
+                if context[begin : begin + size] == final:
+                    return context[begin + size : begin + size + k]
+        return []
+
+
+def first_layers(model: TorchModel, count: int) -> TorchModel:
+    """A draft model made of the target's own first layers, its norm and its head; the weights are shared.
+
+    Raises:
+        ValueError: count is not in 1 .. number of layers.
+    """
+    config = copy.deepcopy(model.model.config)
+    if not 1 <= count <= config.num_hidden_layers:
+        raise ValueError(f"count must lie in 1..{config.num_hidden_layers}, not {count!r}")
+    config.num_hidden_layers = count
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:count]
+    small = type(model.model)(config)
+    small.load_state_dict(model.model.state_dict(), strict=False, assign=True)
+    small.tie_weights()
+    small.to(model.device)  # buffers that no state dict holds
+    return TorchModel(small, model.tokenizer, f"{model.name}, first {count} layers")
+
+
+def _read(model, ids) -> None:
+    """Put ids in the cache; a user's model need not offer ``prefill``."""
+    if len(ids):
+        getattr(model, "prefill", model.logits)(ids)
+
+
+def _name(model) -> str:
+    return getattr(model, "name", type(model).__name__)
+
+
+def _common_prefix(a, b) -> int:
+    size = min(len(a), len(b))
+    if a[:size] == b[:size]:
+        return size
+    return next(i for i in range(size) if a[i] != b[i])
+
+
+@functools.lru_cache(maxsize=8)
+def _shared_ids(draft_tokenizer, draft_length, target_tokenizer, target_length) -> int:
+    """How many ids, from 0, both tokenizers know under the same token; ValueError at the first that differs."""
+    names = [{i: t for t, i in tokenizer.get_vocab().items()} for tokenizer in (draft_tokenizer, target_tokenizer)]
+    shared = min(draft_length, target_length)
+    for i in range(shared):
+        if names[0].get(i) != names[1].get(i):
+            raise ValueError(
+                f"draft and target have unlike tokenizers: id {i} is {names[0].get(i)!r} to the draft "
+                f"and {names[1].get(i)!r} to the target"
+            )
+    return shared

@@ -1,0 +1,73 @@
+"""Clocks that wait for the device, the latency ratio c and the verification cost v(n)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+def synchronise(device: torch.device | str | None) -> None:
+    """Wait until the device has done all it was asked to; nothing to wait for on a CPU."""
+    kind = torch.device(device).type if device is not None else "cpu"
+    if kind == "cuda":
+        torch.cuda.synchronize(device)
+    elif kind == "mps":
+        torch.mps.synchronize()
+
+
+def timed(call: Callable[[], Any], device: torch.device | str | None = None) -> tuple[Any, float]:
+    """The result of ``call()`` and its seconds, with the device idle when either clock is read."""
+    synchronise(device)
+    begin = time.perf_counter()
+    result = call()
+    synchronise(device)
+    return result, time.perf_counter() - begin
+
+
+def forward_times(
+    models: dict[str, Any], lengths: Sequence[int], context: Sequence[int], repeats: int
+) -> Iterator[dict]:
+    """Seconds of one forward pass of n tokens behind a cached context.
+
+    Every model and n is warmed up once; then all are visited in turn, ``repeats`` times, so that a busy spell of the
+    machine falls on all of them alike.
+
+    Args:
+        models: name -> model (``specdec.models``); lengths: the n to measure, each >= 1; context: ids put in the cache.
+
+    Yields:
+        {"model", "n", "repeat", "context", "seconds"}; repeat counts from 0.
+    """
+    for model in models.values():
+        model.drop_last(model.length)
+        model.prefill(context)
+    block = [context[i % len(context)] for i in range(max(lengths))]
+
+    def once(model, n):
+        _, seconds = timed(lambda: model.logits(block[:n]), model.device)
+        model.drop_last(n)
+        return seconds
+
+    for model in models.values():
+        for n in lengths:
+            once(model, n)
+    for repeat in range(repeats):
+        for name, model in models.items():
+            for n in lengths:
+                yield {"model": name, "n": n, "repeat": repeat, "context": len(context), "seconds": once(model, n)}
+    for model in models.values():
+        model.drop_last(model.length)
+
+
+def read_bandwidth(device: torch.device | str, gigabytes: float, repeats: int) -> list[float]:
+    """Bytes a second at which the device reads its main memory: the sum of a large tensor, ``repeats`` times.
+
+    Decoding one token reads every weight once, so bytes of weights over this rate is the least time a token can take.
+    """
+    data = torch.ones(int(gigabytes * 1e9 / 4), dtype=torch.float32, device=device)
+    size = data.numel() * data.element_size()
+    data.sum()  # warm up
+    return [size / timed(data.sum, device)[1] for _ in range(repeats)]

@@ -1,0 +1,80 @@
+"""From a name to a model that is ready to decode."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specdec.models import weights as files
+from specdec.models.torch_model import TorchModel
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def load(
+    name: str | Path, backend: str = "torch", device: str = "auto", dtype: str = "bfloat16", weights: str = "dense"
+) -> TorchModel:
+    """Load a model and its tokenizer; the result has ``.name`` and ``.tokenizer``.
+
+    Args:
+        name: a name of ``data/weights.yml`` (fetched and converted the first time, verified every time), the path of a
+            local folder in transformers' layout, or a repository of the model hub (``owner/model``).
+        backend: "torch".
+        device: "auto" (CUDA, else MPS, else the CPU) or a torch device such as "cuda:1".
+        dtype: "bfloat16", "float16" or "float32"; the manifest's weights are bfloat16, float32 is them up-cast.
+        weights: "dense".
+
+    Raises:
+        ValueError: a value that is not offered, a device that is not there, or a name that is none of the three kinds.
+        specdec.models.weights.WeightsUnavailable: no source has the weights.
+    """
+    _check("backend", backend, ("torch",))
+    _check("weights", weights, ("dense",))
+    _check("dtype", dtype, tuple(_DTYPES))
+    place = _device(device)
+    folder = _locate(name)
+    # Reading a folder takes seconds; a download from the hub may take an hour, and keeps its bar.
+    with files.without_bars() if isinstance(folder, Path) else nullcontext():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[dtype])
+    model.requires_grad_(False)
+    return TorchModel(model.to(place), tokenizer=tokenizer, name=str(name))
+
+
+def _check(what: str, value: str, offered: tuple[str, ...]) -> None:
+    if value not in offered:
+        raise ValueError(f"{what}={value!r} is not offered; only {', '.join(map(repr, offered))}")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {name!r}") from error
+    there = {
+        "cpu": True,
+        "mps": torch.backends.mps.is_available(),
+        "cuda": torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count(),
+    }
+    if not there.get(device.type, False):
+        raise ValueError(f"device {name!r} is not available on this machine")
+    return device
+
+
+def _locate(name: str | Path) -> str | Path:
+    """What transformers should load: a folder, or a repository of the hub."""
+    known = files.manifest()
+    if name in known:
+        return files.converted(name)
+    if Path(name).is_dir():
+        return Path(name)
+    if str(name).count("/") == 1 and not str(name).startswith(("/", ".", "~")):
+        return str(name)
+    raise ValueError(f"{str(name)!r} is no folder, no hub repository and none of {', '.join(known)}")

@@ -1,0 +1,116 @@
+"""Any transformers causal language model, with a cache that can be rolled back."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Sequence
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+# Layers whose cache is keys and values by position. Others (convolutions, linear attention) keep a running state.
+_ROLLS_BACK = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class TorchModel:
+    """A transformers causal language model on the device and in the dtype where it already lives.
+
+    The cache holds one sequence (batch size one). :meth:`logits` appends to it, :meth:`drop_last` takes back.
+
+    Args:
+        model: a ``PreTrainedModel`` with a language-modelling head. It is set to evaluation mode.
+        tokenizer: its tokenizer, if texts are to be read, or a pair's vocabularies compared.
+        name: what error messages and records call it.
+
+    Attributes:
+        vocab_size: rows of the head, V; max_context: positions the model was made for; eos: all end-token ids that its
+        configs and its tokenizer name; length: ids in the cache; device: where ids are sent.
+
+    Raises:
+        TypeError: not a transformers model.
+        ValueError: a model whose state cannot be rolled back (recurrent, hybrid) or that is not decoder-only.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer=None, name: str | None = None):
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"expected a transformers model with a language-modelling head, not {type(model).__name__}")
+        self.name = name or type(model).__name__
+        if model._is_stateful:
+            raise ValueError(
+                f"{self.name} keeps a recurrent state, which cannot be rolled back after a rejected draft token"
+            )
+        if model.config.is_encoder_decoder or model.get_output_embeddings() is None:
+            raise ValueError(f"{self.name} is not a decoder-only language model")
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        config = model.config.get_text_config(decoder=True)
+        unlike = set(getattr(config, "layer_types", None) or ()) - _ROLLS_BACK
+        if unlike:
+            raise ValueError(f"{self.name} has layers whose state cannot be rolled back: {', '.join(sorted(unlike))}")
+        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        self.max_context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+        self.eos = _end_tokens(config, model.generation_config, tokenizer)
+        self.device = model.get_input_embeddings().weight.device
+        self._cache = DynamicCache()
+
+    @property
+    def length(self) -> int:
+        """How many ids the cache holds."""
+        return self._cache.get_seq_length()
+
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Append n ids to the cache; (n, V) float32 on the CPU, row i predicts what follows ids[i].
+
+        Row i depends on the cache and on ids[:i + 1] only. Copying to the CPU waits for the device, so a clock read
+        after this call has seen all the work; float64 sums on the rows are then possible whatever the device.
+        """
+        return self._forward(ids, rows=len(ids)).float().cpu()
+
+    def prefill(self, ids: Sequence[int]) -> None:
+        """Append ids to the cache without computing their logits."""
+        if len(ids):
+            self._forward(ids, rows=1)
+
+    def drop_last(self, n: int) -> None:
+        """Take the last n ids back out of the cache.
+
+        Raises:
+            ValueError: n is negative or more than the cache holds.
+        """
+        if not 0 <= n <= self.length:
+            raise ValueError(f"cannot drop {n} ids from a cache that holds {self.length}")
+        if n == self.length:
+            self._cache = DynamicCache()
+        elif n:
+            self._cache.crop(-n)  # transformers 5.24: only negative counts, "drop n"
+
+    def twin(self) -> TorchModel:
+        """The same weights with an empty cache of its own."""
+        other = copy.copy(self)
+        other._cache = DynamicCache()
+        return other
+
+    @torch.inference_mode()
+    def _forward(self, ids, rows):
+        start = self.length
+        if start + len(ids) > self.max_context:
+            raise ValueError(f"{self.name}: {start} + {len(ids)} ids do not fit its context of {self.max_context}")
+        input_ids = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
+        # No sliding layers in the cache: it keeps every position, the mask still hides those outside the window,
+        # and so rolling back is exact there too. Positions are given, since a rolled-back cache is the point here.
+        positions = torch.arange(start, start + len(ids), device=self.device)[None]
+        output = self.model(
+            input_ids=input_ids, position_ids=positions, cache=self._cache, use_cache=True, logits_to_keep=rows
+        )
+        return output.logits[0]
+
+
+def _end_tokens(config, generation_config, tokenizer) -> tuple[int, ...]:
+    """The union of what configs and tokenizer call an end token, sorted."""
+    found = set()
+    for source in (config, generation_config, tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        if value is not None:
+            found.update([value] if isinstance(value, int) else value)
+    return tuple(sorted(found))

@@ -1,0 +1,196 @@
+"""``data/configurations.yml`` and the prompts as typed records; the parameters of every measuring notebook."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import zlib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "data"
+DOMAINS = ("code", "conversation", "summarisation")
+
+Count = Annotated[int, Field(ge=1)]
+Domain = Literal["code", "conversation", "summarisation"]
+
+
+class Record(BaseModel):
+    """Nothing is converted (2 is not "2"), nothing unknown is passed over."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class ModelSource(Record):
+    """A draft model: a name of ``data/weights.yml``."""
+
+    kind: Literal["model"]
+    weights: str
+
+
+class LookupSource(Record):
+    """Prompt lookup (``specdec.drafts.PromptLookup``)."""
+
+    kind: Literal["prompt-lookup"]
+    max_ngram: Count
+
+
+class LayersSource(Record):
+    """The target's own first layers (``specdec.drafts.first_layers``)."""
+
+    kind: Literal["first-layers"]
+    layers: Count
+
+
+class Configuration(Record):
+    """A draft and a target on one device in one dtype."""
+
+    title: str
+    device: Literal["cpu", "mps", "cuda"]
+    dtype: Literal["bfloat16", "float16", "float32"]
+    target: str
+    draft: Annotated[ModelSource | LookupSource | LayersSource, Field(discriminator="kind")]
+
+    def weights(self) -> list[str]:
+        """Names of the weight files it needs, target first."""
+        return [self.target] + ([self.draft.weights] if self.draft.kind == "model" else [])
+
+
+class Latency(Record):
+    """Parameters of ``latency``: forward passes of n tokens (``lengths``) behind ``context`` cached ids."""
+
+    lengths: Annotated[list[Count], Field(min_length=1)]
+    context: Count
+    repeats: Count
+    gigabytes: Annotated[float, Field(gt=0)]
+
+    @model_validator(mode="after")
+    def _has_one(self):
+        if 1 not in self.lengths:
+            raise ValueError("lengths must hold 1: the verification cost is relative to it")
+        return self
+
+
+class Decode(Record):
+    """Parameters of ``decode``: target-only decoding and every K, on the first ``prompts`` of each domain."""
+
+    prompts: Annotated[dict[Domain, Count], Field(min_length=1)]
+    ks: Annotated[list[Count], Field(min_length=1)]
+    temperatures: Annotated[list[Annotated[float, Field(ge=0, allow_inf_nan=False)]], Field(min_length=1)]
+    max_new_tokens: Count
+    seed: int
+
+
+class Sample(Record):
+    """Parameters of ``sample``: ``answers`` at T = 1 a prompt and arm, the speculative arm with draft length k."""
+
+    prompts: Annotated[dict[Domain, Count], Field(min_length=1)]
+    answers: Annotated[int, Field(ge=2)]
+    k: Count
+    max_new_tokens: Count
+    seed: int
+
+
+STEPS = {"latency": Latency, "decode": Decode, "sample": Sample}
+
+
+class Plan(Record):
+    """What one profile measures of one configuration; a step left out is not measured."""
+
+    latency: Latency
+    decode: Decode
+    sample: Sample | None = None
+
+    def steps(self) -> dict[str, Record]:
+        """The steps that are measured, by name."""
+        return {name: getattr(self, name) for name in STEPS if getattr(self, name) is not None}
+
+
+class Study(Record):
+    """The whole of ``data/configurations.yml``."""
+
+    configurations: dict[str, Configuration]
+    profiles: dict[str, dict[str, Plan]]
+
+    @model_validator(mode="after")
+    def _known(self):
+        for profile, plans in self.profiles.items():
+            for name in plans:
+                if name not in self.configurations:
+                    raise ValueError(f"profile {profile} names an unknown configuration {name}")
+        return self
+
+
+@functools.cache
+def study(path: Path = DATA / "configurations.yml") -> Study:
+    """The study, checked.
+
+    Raises:
+        ValueError: naming file, place and what is wrong there.
+    """
+    try:
+        return Study.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        raise ValueError(f"{path.name}: {_readable(error)}") from None
+
+
+def plan(profile: str, configuration: str) -> Plan:
+    """What ``profile`` measures of ``configuration``; ValueError naming what there is."""
+    profiles = study().profiles
+    if profile not in profiles:
+        raise ValueError(f"unknown profile {profile!r}; there are {', '.join(profiles)}")
+    if configuration not in profiles[profile]:
+        raise ValueError(
+            f"profile {profile!r} does not measure {configuration!r}; it has {', '.join(profiles[profile])}"
+        )
+    return profiles[profile][configuration]
+
+
+def validated(step: str, parameters: dict) -> Record:
+    """The typed record of one step's parameters; ValueError naming the field that is unknown or mistyped."""
+    try:
+        return STEPS[step].model_validate(parameters)
+    except ValidationError as error:
+        raise ValueError(f"parameters of {step}: {_readable(error)}") from None
+
+
+class Prompt(Record):
+    """One prompt: ``id`` is unique, ``text`` the user's turn."""
+
+    id: str
+    text: Annotated[str, Field(min_length=1)]
+
+
+def prompts(wanted: dict[str, int]) -> list[tuple[str, Prompt]]:
+    """The first n prompts of each domain, as (domain, prompt), domains taking turns.
+
+    Taking turns lets a run that was stopped hold something of every domain.
+    """
+    files = {}
+    for domain, count in wanted.items():
+        entries = yaml.safe_load((DATA / "prompts" / f"{domain}.yml").read_text(encoding="utf-8"))
+        if count > len(entries):
+            raise ValueError(f"{count} prompts wanted of {domain}, {len(entries)} are there")
+        files[domain] = [Prompt.model_validate(entry) for entry in entries[:count]]
+    return [(d, files[d][i]) for i in range(max(wanted.values())) for d in files if i < len(files[d])]
+
+
+def prompts_hash() -> str:
+    """SHA-256 over all prompt files, for the run record."""
+    digest = hashlib.sha256()
+    for path in sorted((DATA / "prompts").glob("*.yml")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def seed_of(*parts) -> int:
+    """A seed made from what identifies an answer, so that no two answers of a study share one."""
+    return zlib.crc32("/".join(map(str, parts)).encode())
+
+
+def _readable(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'record'}: {e['msg']}" for e in error.errors())

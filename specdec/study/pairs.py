@@ -1,0 +1,55 @@
+"""From a configuration to a target and a draft that are ready to run. Torch is loaded here, when asked."""
+
+from __future__ import annotations
+
+from specdec.study.configurations import Configuration
+
+
+def unavailable(configuration: Configuration) -> str | None:
+    """Why ``configuration`` cannot run on this machine; None if it can."""
+    import torch
+
+    if configuration.device == "cuda" and not torch.cuda.is_available():
+        return "no CUDA device here"
+    if configuration.device == "mps" and not torch.backends.mps.is_available():
+        return "no Apple GPU (MPS) here"
+    return None
+
+
+def build(configuration: Configuration):
+    """(target, draft) on the configuration's device. Downloads and converts weights the first time."""
+    import specdec
+    from specdec.drafts import first_layers
+
+    target = specdec.load(configuration.target, device=configuration.device, dtype=configuration.dtype)
+    source = configuration.draft
+    if source.kind == "prompt-lookup":
+        return target, specdec.PromptLookup(source.max_ngram)
+    if source.kind == "first-layers":
+        return target, specdec.ModelDraft(first_layers(target, source.layers))
+    model = specdec.load(source.weights, device=configuration.device, dtype=configuration.dtype)
+    return target, specdec.ModelDraft(model)
+
+
+def prompt_ids(tokenizer, text: str) -> list[int]:
+    """The ids of one user turn under the model's chat template, made once and used by every method.
+
+    The template writes its own start token, so none is added.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template: the prompts are written for instruction-tuned models")
+    turn = [{"role": "user", "content": text}]
+    chat = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    return tokenizer(chat, add_special_tokens=False)["input_ids"]
+
+
+def weight_bytes(model) -> int:
+    """Bytes of weights that one forward pass of a few tokens reads: all but the rows of an embedding table of its own."""
+    hf = model.model
+    table, head = hf.get_input_embeddings().weight, hf.get_output_embeddings().weight
+    size = sum(p.numel() * p.element_size() for p in hf.parameters())
+    tied = table.data_ptr() == head.data_ptr()
+    return size if tied else size - table.numel() * table.element_size()
