@@ -6,7 +6,7 @@ PROFILE ?= quick
 MACHINE ?=
 ARGS    ?=
 
-QUIET     = --quiet host reason --show-failed-logs
+QUIET     = --quiet rules host reason
 SNAKEMAKE = -m snakemake --cores 1 --rerun-incomplete $(QUIET) $(ARGS)
 CONFIG    = $(if $(MACHINE),machine=$(MACHINE))
 # The shell finds jupyter-book and papermill of the same environment first.

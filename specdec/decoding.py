@@ -181,10 +181,10 @@ def _decode(target, draft, prompt_ids, k, max_new_tokens, sampling, seed, eos, r
         return out
 
     def prefill():
+        if k and hasattr(draft, "start"):
+            draft.start(context[:-1], target)  # first: it refuses pairs that do not fit
         target.drop_last(target.length)
         _read(target, context[:-1])
-        if k and hasattr(draft, "start"):
-            draft.start(context[:-1], target)
 
     out.prefill_seconds = timed(prefill, getattr(target, "device", None))[1]
     while room > len(out.tokens):

@@ -1,0 +1,152 @@
+# Measure, analyse, render: one rule a step. `make` is the front door; see README.
+#
+#   snakemake --cores 1 html                          the published book, from committed records
+#   snakemake --cores 1 --config profile=quick book   measure this machine first
+
+import json
+import shlex
+import sys
+
+from specdec.study import configurations, records
+
+MEASURED = "profile" in config  # `html` renders what is there, `book` and `study` measure first
+PROFILE = config.get("profile", "quick")
+STUDY = configurations.study()
+if PROFILE not in STUDY.profiles:
+    sys.exit(f"unknown profile {PROFILE!r}; there are {', '.join(STUDY.profiles)}")
+PUBLISHED = records.published()
+LOCAL = records.folder(PROFILE)
+MACHINE = config.get("machine") or (LOCAL.name if MEASURED else next(iter(PUBLISHED), LOCAL.name))
+if not MEASURED and not (records.RESULTS / MACHINE).is_dir():
+    there = ", ".join(sorted(p.name for p in records.RESULTS.glob("*"))) or "none"
+    sys.exit(f"no records of a machine {MACHINE!r} in data/results; there are: {there}")
+
+FILES = {"latency": ["latency.csv", "bandwidth.csv"], "decode": ["answers.csv", "rounds.csv"], "sample": ["tokens.csv"]}
+CHAPTERS = ["verification-cost", "acceptance", "speedup", "equivalence", "overview"]
+NOTEBOOKS = ["book/index.ipynb", *expand("book/notebooks/{chapter}.ipynb", chapter=CHAPTERS)]
+
+
+def here(path):
+    return str(path.relative_to(configurations.ROOT))
+
+
+def sources(*patterns):
+    return sorted(here(path) for pattern in patterns for path in configurations.ROOT.glob(pattern))
+
+
+def planned():
+    """Configurations of the profile that can run here, and why the others cannot."""
+    from specdec.study import pairs
+
+    reasons = {name: pairs.unavailable(STUDY.configurations[name]) for name in STUDY.profiles[PROFILE]}
+    return [n for n, why in reasons.items() if why is None], {n: why for n, why in reasons.items() if why}
+
+
+PLANNED, SKIPPED = planned() if MEASURED else ([], {})
+RECORDS = [
+    f"{here(LOCAL)}/{name}/{file}"
+    for name in PLANNED
+    for step in STUDY.profiles[PROFILE][name].steps()
+    for file in FILES[step]
+] + ([f"{here(LOCAL)}/skipped.json"] if MEASURED else [])
+
+
+def run_notebook(step):
+    return "{sys.executable} -m specdec.study.execute {input.notebook} {params.executed} --parameters {params.json:q}"
+
+
+def measuring(step):
+    def parameters(wildcards):
+        plan = STUDY.profiles[PROFILE][wildcards.configuration].steps()[step].model_dump()
+        own = {"configuration": wildcards.configuration, "profile": PROFILE}
+        return json.dumps(own | {"results": f"{here(LOCAL)}/{wildcards.configuration}"} | plan)
+
+    return parameters
+
+
+def weight_files(wildcards):
+    return [f"_build/weights/{name}.ok" for name in STUDY.configurations[wildcards.configuration].weights()]
+
+
+def analysing(wildcards):
+    return json.dumps({"machine": MACHINE, "published": next(iter(PUBLISHED), MACHINE)})
+
+
+rule html:
+    input:
+        "_build/html/index.html",
+
+
+rule book:
+    input:
+        RECORDS,
+        "_build/html/index.html",
+
+
+rule study:
+    input:
+        RECORDS,
+
+
+rule weights:
+    output:
+        touch("_build/weights/{name}.ok"),
+    shell:
+        "{sys.executable} -m specdec.models.weights {wildcards.name}"
+
+
+rule skipped:
+    output:
+        f"{here(LOCAL)}/skipped.json",
+    params:
+        skipped=SKIPPED,
+    run:
+        records.write_text(configurations.ROOT / output[0], json.dumps(params.skipped, indent=1) + "\n")
+
+
+for step, files in FILES.items():
+
+    rule:
+        name:
+            step
+        input:
+            notebook=f"notebooks/measure/{step}.ipynb",
+            weights=weight_files,
+            prompts=sources("data/prompts/*.yml"),
+            code=sources("specdec/*.py", "specdec/models/*.py"),
+        output:
+            [f"{here(LOCAL)}/{{configuration}}/{file}" for file in files],
+        params:
+            executed=f"_build/measure/{LOCAL.name}/{{configuration}}/{step}.ipynb",
+            json=measuring(step),
+        threads: workflow.cores  # timings never run side by side
+        shell:
+            run_notebook(step)
+
+
+rule analyse:
+    input:
+        notebook="notebooks/analyse/{chapter}.ipynb",
+        records=RECORDS + sources(*[f"data/results/{name}/**/*.*" for name in {MACHINE, *PUBLISHED[:1]}]),
+        paper="data/paper.yml",
+        study="data/configurations.yml",
+        code=sources("specdec/*.py", "specdec/study/*.py"),
+    output:
+        "book/{folder,(notebooks/)?}{chapter,[a-z-]+}.ipynb",
+    params:
+        executed=lambda wildcards, output: output[0],
+        json=analysing,
+    shell:
+        run_notebook("analyse")
+
+
+rule render:
+    input:
+        NOTEBOOKS,
+        sources("book/*.md", "book/*.yml", "book/*.bib", "book/_ext/*.py", "book/_static/*"),
+        "_config.yml",
+    output:
+        "_build/html/index.html",
+    shell:
+        "{sys.executable} -m specdec.study.pages book && "
+        "jupyter-book build book --builder html -n -W --keep-going -q"

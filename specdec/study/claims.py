@@ -1,0 +1,262 @@
+"""The answer for one machine and the paper's claims held against it; everything computed from the records.
+
+A verdict is *holds here*, *does not hold here* or *cannot be tested on this machine*, with the number it rests on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from specdec import costmodel, equivalence
+from specdec.study import tables
+from specdec.study.configurations import DATA, study
+
+HOLDS, FAILS, UNTESTED = "holds here", "does not hold here", "cannot be tested on this machine"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A claim's verdict and the number found, as text."""
+
+    verdict: str
+    found: str
+
+
+def paper() -> dict:
+    """``data/paper.yml``."""
+    return yaml.safe_load((DATA / "paper.yml").read_text(encoding="utf-8"))
+
+
+def times(row) -> str:
+    """A speedup with its interval, such as "1.58 (1.43 to 1.74)"; without one where it rests on a single prompt."""
+    if row is None:
+        return "not measured"
+    interval = "" if np.isnan(row.low) else f" ({row.low:.2f} to {row.high:.2f})"
+    return f"{row.speedup:.2f}{interval}"
+
+
+def prompts_note(row) -> str:
+    """How many prompts a point rests on; fewer than eight make it indicative."""
+    return f"{row.prompts} prompts" + (", indicative" if row.prompts < tables.FEW else "")
+
+
+def leading(machine: str) -> pd.Series | None:
+    """The configuration and K with the largest greedy speedup over all domains; most prompts first, then speed.
+
+    A point that rests on few prompts must not beat one that rests on many by luck.
+    """
+    table = tables.speedups(machine)
+    rows = table[(table.domain == "all") & (table.temperature == table.temperature.min())]
+    if rows.empty:
+        return None
+    most = rows[rows.prompts == rows.prompts.max()]
+    return most.loc[most.speedup.idxmax()]
+
+
+def answer(machine: str) -> str:
+    """One sentence: does it pay here, with which draft, at which K, and is it lossless?"""
+    row = leading(machine)
+    if row is None:
+        return "Nothing has been measured on this machine yet."
+    table = tables.speedups(machine)
+    code = table[
+        (table.configuration == row.configuration) & (table.temperature == row.temperature) & (table.k == row.k)
+    ]
+    code = code.set_index("domain").loc["code"] if "code" in set(code.domain) else None
+    pays = "pays" if row.low > 1 else "does not pay" if row.high < 1 else "shows no clear gain"
+    title = study().configurations[row.configuration].title
+    text = (
+        f"On this machine speculative decoding **{pays}**: `{row.configuration}` ({title}) at K = {row.k} decodes "
+        f"**{times(row)} times** as fast as the target alone over all domains ({prompts_note(row)})"
+    )
+    if code is not None:
+        text += f", {times(code)} times on code"
+    return text + f". {lossless(machine, row.configuration)}"
+
+
+def lossless(machine: str, configuration: str) -> str:
+    """One sentence on whether a difference from the target was seen."""
+    greedy = tables.greedy_agreement(machine)
+    greedy = greedy[greedy.configuration == configuration]
+    parts = []
+    tokens = tables.records(machine, "tokens")
+    tokens = tokens[tokens.configuration == configuration]
+    if len(tokens):
+        test = equivalence.permutation_test(tokens)
+        seen = (
+            "a difference from the target's law was seen"
+            if test.pvalue < 0.05
+            else "no difference from the target's law was seen"
+        )
+        parts.append(
+            f"{seen} in {len(tokens) // 2:,} sampled tokens an arm (permutation of whole answers, p = {test.pvalue:.2f})"
+        )
+    if len(greedy):
+        parts.append(
+            f"{greedy.identical.sum()} of {greedy.answers.sum()} greedy answers are the target's token by token"
+        )
+    if not parts:
+        return ""
+    text = "; ".join(parts) + "."
+    return text[0].upper() + text[1:]
+
+
+def verdicts(machine: str) -> dict[str, Verdict]:
+    """A verdict for every claim of ``data/paper.yml``, by its id."""
+    return {name: _VERDICTS[name](machine, entry["values"]) for name, entry in paper()["claims"].items()}
+
+
+def _at(machine, configuration, temperature=None):
+    table = tables.speedups(machine)
+    table = table[(table.configuration == configuration) & (table.domain == "all")]
+    return table[table.temperature == (table.temperature.min() if temperature is None else temperature)]
+
+
+def _best_speedup(machine, values):
+    row = leading(machine)
+    if row is None:
+        return Verdict(UNTESTED, "nothing measured")
+    found = f"{times(row)} with `{row.configuration}` at K = {row.k}, {prompts_note(row)}"
+    return Verdict(HOLDS if row.high >= values["speedup"] and row.low > 1 else FAILS, found)
+
+
+def _draft_acceptance(machine, configuration):
+    """Draft acceptance at K = 1, which is S_1, and at every measured K; greedy, all domains."""
+    rounds = tables.records(machine, "rounds")
+    rounds = rounds[(rounds.configuration == configuration) & (rounds.temperature == rounds.temperature.min())]
+    first = tables.survival(rounds, ["k"])
+    by_k = tables.acceptance(rounds, ["k"]).set_index("k").draft_acceptance
+    largest = first[(first.k == first.k.max()) & (first.i == 1)]
+    return float(largest.survival.iloc[0]), by_k
+
+
+def _acceptance_falls(machine, values):
+    row = leading(machine)
+    if row is None:
+        return Verdict(UNTESTED, "nothing measured")
+    at_one, by_k = _draft_acceptance(machine, row.configuration)
+    at_best = by_k[row.k]
+    found = f"{at_one:.1%} for the first draft token, {at_best:.1%} over the block at K = {row.k}"
+    return Verdict(HOLDS if at_best < at_one else FAILS, found)
+
+
+def _pooled_test(machine, values):
+    tokens = tables.records(machine, "tokens")
+    if tokens.empty:
+        return Verdict(UNTESTED, "no sampled tokens")
+    row = leading(machine)
+    tokens = tokens[tokens.configuration == row.configuration]
+    if tokens.empty:
+        return Verdict(UNTESTED, "no sampled tokens of the leading configuration")
+    counts = pd.crosstab(tokens.token, tokens.arm)
+    test = equivalence.two_sample_chi2(counts["target-only"], counts["speculative"])
+    found = (
+        f"chi-squared {test.statistic:.1f}, {test.dof} degrees of freedom, p = {test.pvalue:.3f}, "
+        f"{len(tokens) // 2:,} tokens an arm"
+    )
+    return Verdict(HOLDS if test.pvalue > 0.05 else FAILS, found)
+
+
+def _greedy_agreement(machine, values):
+    table = tables.greedy_agreement(machine)
+    if table.empty:
+        return Verdict(UNTESTED, "no greedy answers")
+    found = []
+    for name, cell in table.groupby("configuration"):
+        found.append(f"`{name}` {cell.identical.sum()} of {cell.answers.sum()}")
+    return Verdict(
+        HOLDS if (table.identical == table.answers).all() else FAILS, ", ".join(found) + " answers identical"
+    )
+
+
+def _best_of_each(machine):
+    """The best K of every configuration over all domains, greedy."""
+    table = tables.speedups(machine)
+    table = table[(table.domain == "all") & (table.temperature == table.temperature.min())]
+    return table.loc[table.groupby("configuration").speedup.idxmax()]
+
+
+def _some_decelerate(machine, values):
+    rows = _best_of_each(machine)
+    slower = rows[rows.speedup < 1]
+    found = f"{len(slower)} of {len(rows)} at their best K: " + ", ".join(
+        f"`{row.configuration}` {times(row)}" for row in rows.itertuples()
+    )
+    return Verdict(HOLDS if len(slower) else FAILS, found)
+
+
+def _mechanism(machine, values):
+    """Does the configuration with the cheaper verification, at the same pair of weights, gain more?"""
+    rows = _best_of_each(machine).set_index("configuration")
+    costs = tables.forward_costs(machine)
+    costs = costs[(costs.model == "target") & (costs.n == 5)].set_index("configuration").v
+    pairs = [name for name in rows.index if study().configurations[name].draft.kind == "model" and name in costs.index]
+    if len(pairs) < 2:
+        return Verdict(UNTESTED, "one configuration of a pair of models only")
+    cheap, dear = costs[pairs].idxmin(), costs[pairs].idxmax()
+    found = ", ".join(f"`{name}` v(5) = {costs[name]:.2f}, speedup {times(rows.loc[name])}" for name in (cheap, dear))
+    return Verdict(HOLDS if rows.loc[cheap].speedup > rows.loc[dear].speedup else FAILS, found)
+
+
+def _untested_metal(machine, values):
+    return Verdict(UNTESTED, "no Metal backend with quantised weights here")
+
+
+def _five_at_four(machine, values):
+    table = tables.speedups(machine)
+    table = table[(table.domain == "all") & (table.k == 4) & (table.temperature == table.temperature.min())]
+    if table.empty:
+        return Verdict(UNTESTED, "K = 4 was not measured")
+    spread = table.speedup.max() > 1 > table.speedup.min()
+    found = ", ".join(f"`{row.configuration}` {times(row)}" for row in table.itertuples())
+    return Verdict(HOLDS if spread else FAILS, found)
+
+
+def _flat_optimum(machine, values):
+    row = leading(machine)
+    if row is None:
+        return Verdict(UNTESTED, "nothing measured")
+    near = _at(machine, row.configuration)
+    near = near[near.k.between(2, 6)]
+    if len(near) < 2:
+        return Verdict(UNTESTED, "fewer than two K from 2 to 6")
+    found = ", ".join(f"K = {r.k}: {times(r)}" for r in near.itertuples())
+    return Verdict(HOLDS if near.low.max() <= near.high.min() else FAILS, found)
+
+
+def _closed_form(machine, values):
+    """The closed form with a = tested acceptance beside 1 + sum S_i, all domains, greedy, at the largest K."""
+    row = leading(machine)
+    if row is None:
+        return Verdict(UNTESTED, "nothing measured")
+    rounds = tables.records(machine, "rounds")
+    rounds = rounds[(rounds.configuration == row.configuration) & (rounds.temperature == rounds.temperature.min())]
+    table = tables.acceptance(rounds, ["k"]).set_index("k")
+    k = int(table.index.max())
+    tested, first = table.tested_acceptance[k], _draft_acceptance(machine, row.configuration)[0]
+    tau = table.tau[k]
+    found = (
+        f"K = {k}: measured {tau:.2f} tokens a pass, closed form {costmodel.closed_form(tested, k):.2f} with tested acceptance, "
+        f"{costmodel.closed_form(first, k):.2f} with the first token's, "
+        f"{costmodel.closed_form(table.draft_acceptance[k], k):.2f} with draft acceptance"
+    )
+    return Verdict(HOLDS if costmodel.closed_form(tested, k) > tau else FAILS, found)
+
+
+_VERDICTS = {
+    "best-speedup": _best_speedup,
+    "acceptance-falls": _acceptance_falls,
+    "pooled-test": _pooled_test,
+    "greedy-agreement": _greedy_agreement,
+    "some-decelerate": _some_decelerate,
+    "mechanism": _mechanism,
+    "serial-verification": _untested_metal,
+    "five-at-four": _five_at_four,
+    "flat-optimum": _flat_optimum,
+    "closed-form": _closed_form,
+    "quantised-cost": _untested_metal,
+}

@@ -1,0 +1,82 @@
+"""One style, one way to keep a figure: SVG, PNG, the data behind it and where it came from, under one id."""
+
+from __future__ import annotations
+
+import json
+
+import matplotlib
+import matplotlib.pyplot as plt
+import pandas as pd
+import seaborn as sns
+from IPython.display import SVG, display
+
+from specdec.study.configurations import ROOT
+from specdec.study.records import write_text
+from specdec.study.tables import runs
+
+FOLDER = ROOT / "_build" / "figures"
+# Okabe and Ito's colours: told apart by colour-blind readers, and of unlike lightness in grey.
+COLOURS = {"code": "#0072B2", "conversation": "#D55E00", "summarisation": "#009E73", "all": "#000000"}
+MARKERS = {"code": "o", "conversation": "s", "summarisation": "^", "all": "D"}
+
+
+def style() -> None:
+    """The look of every figure: white ground (readable in a dark theme too), large type for narrow screens."""
+    sns.set_theme(
+        context="notebook",
+        style="whitegrid",
+        palette=list(COLOURS.values()),
+        rc={
+            "figure.dpi": 120,
+            "savefig.dpi": 200,
+            "font.size": 12,
+            "axes.titlesize": 13,
+            "axes.labelsize": 12,
+            "legend.fontsize": 11,
+            "figure.constrained_layout.use": True,
+            "svg.hashsalt": "specdec",
+            "svg.fonttype": "path",
+        },
+    )
+    matplotlib.rcParams["figure.facecolor"] = "white"
+
+
+def origin(machine: str, configurations=None) -> dict:
+    """Machine, day, commit and profile of the records behind a figure."""
+    chosen = {name: run for name, run in runs(machine).items() if configurations is None or name in configurations}
+    steps = [step for run in chosen.values() for step in run["steps"].values()]
+    facts = steps[0]["machine"]
+    return {
+        "machine": machine,
+        "cpu": f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']:.0f} GiB",
+        "date": max(step["finished"] for step in steps)[:10],
+        "commit": sorted({step["commit"][:8] + ("+" if step["commit"].endswith("+") else "") for step in steps}),
+        "profile": sorted({run["profile"] for run in chosen.values()}),
+    }
+
+
+def origin_line(machine: str, configurations=None) -> str:
+    """The line under every figure."""
+    facts = origin(machine, configurations)
+    return f"{facts['cpu']} · {facts['date']} · {', '.join(facts['profile'])} · commit {', '.join(facts['commit'])}"
+
+
+def keep(
+    figure, name: str, data: pd.DataFrame, machine: str, notebook: str, configurations=None, parameters=None
+) -> None:
+    """Write ``<name>.svg``, ``.png``, ``.csv`` and ``.json`` and show the SVG: the page's figure is the one downloaded.
+
+    Args:
+        data: the rows that are drawn; machine, configurations: whose records they are; notebook: the source's path.
+    """
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    figure.supxlabel(origin_line(machine, configurations), fontsize=8, color="#555555")
+    for kind in ("svg", "png"):
+        temporary = FOLDER / f"{name}.partial.{kind}"
+        figure.savefig(temporary, metadata={"Date": None} if kind == "svg" else {"Software": None}, facecolor="white")
+        temporary.replace(FOLDER / f"{name}.{kind}")
+    plt.close(figure)
+    write_text(FOLDER / f"{name}.csv", data.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
+    facts = origin(machine, configurations) | {"id": name, "notebook": notebook, "parameters": parameters or {}}
+    write_text(FOLDER / f"{name}.json", json.dumps(facts, indent=1, sort_keys=True) + "\n")
+    display(SVG((FOLDER / f"{name}.svg").read_text(encoding="utf-8")))
