@@ -1,5 +1,6 @@
 """What the tests share: models whose law is known, the two decoders behind short names, the exact law of verification."""
 
+import copy
 import importlib.util
 import itertools
 import types
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import specdec
@@ -72,11 +74,20 @@ def tiny(seed, config=LlamaConfig, vocab=97, window=64, **changes) -> PreTrained
     return AutoModelForCausalLM.from_config(config(**settings)).eval()
 
 
+def noisy(model, spread=0.02):
+    """A draft for ``model`` that is right often but not always: a copy with noise on the weights."""
+    torch.manual_seed(0)
+    other = copy.deepcopy(model)
+    for w in other.parameters():
+        w.data += spread * torch.randn_like(w)
+    return other
+
+
 def words(names, **special):
     """A tokenizer of whole words: the id of a word is its place in ``names``."""
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[0])), **special
-    )
+    tokenizer = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[0]))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 class Table:

@@ -10,7 +10,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import AR, GREEDY, G, Table, chain, draft, markov_llama, pair_pvalue, positions, random_law, tiny, top, words
+from kit import (
+    AR,
+    GREEDY,
+    G,
+    Table,
+    chain,
+    draft,
+    markov_llama,
+    noisy,
+    pair_pvalue,
+    positions,
+    random_law,
+    tiny,
+    top,
+    words,
+)
 from scipy import stats
 from tokenizers.processors import TemplateProcessing
 
@@ -70,16 +85,15 @@ def test_rounds_add_up(k, max_new, eos, seed, rule, window, lookup):
 @pytest.mark.parametrize("K", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("seed", range(3))
 def test_greedy_equals_target_only(seed, K, rule):
-    target, near = tiny(seed), tiny(seed)
-    near.load_state_dict({name: w + 0.02 * torch.randn_like(w) for name, w in near.state_dict().items()})
+    target = tiny(seed)
     reference = AR(target, PROMPT, 40, T=0)
     accepted = []
-    for drafter in (near, tiny(100), target, PromptLookup()):
+    for drafter in (noisy(target), tiny(100), target, PromptLookup()):
         tokens, out = G(target, drafter, PROMPT, K, 40, T=0, rule=rule)
         assert tokens == reference
         check_rounds(PROMPT, out, K)
         accepted.append(sum(r.accepted for r in out.rounds))
-    assert 0 < accepted[0] < accepted[2] and accepted[1] < accepted[0]
+    assert accepted[1] < accepted[0] <= accepted[2]
 
 
 class Recorded(TorchModel):
@@ -142,9 +156,7 @@ def test_every_row_agrees_with_a_pass_without_a_cache(real):
 @pytest.mark.parametrize("T", [0, 1])
 def test_every_row_agrees_with_a_pass_without_a_cache_over_many_rounds(T):
     target = Recorded(tiny(0, window=256))
-    near = tiny(0, window=256)
-    near.load_state_dict({name: w + 0.02 * torch.randn_like(w) for name, w in near.state_dict().items()})
-    tokens, out = G(target, near, PROMPT, 4, 200, T=T)
+    tokens, out = G(target, noisy(target.model), PROMPT, 4, 200, T=T)
     assert {r.accepted for r in out.rounds} == set(range(5))
     error, count = largest_error(target, PROMPT + tokens)
     assert error < 1e-5 and count >= 200
@@ -196,7 +208,7 @@ def test_a06_a26_the_law_of_answers_under_filters(filters, rule):
     law, other = random_law(0, 4), random_law(1, 4)
     expected = exact_law(law, 1, 4, Sampling(**{"temperature" if n == "T" else n: v for n, v in filters.items()}))
     counts = np.zeros(expected.shape)
-    for tokens in answers(Table(law), Table(other), 1, 3000, K=2, max_new=4, rule=rule, **filters):
+    for tokens in answers(Table(law), Table(other), 1, 2000, K=2, max_new=4, rule=rule, **filters):
         counts[tuple(tokens)] += 1
     assert one_sample_chi2(counts.ravel(), expected.ravel()).pvalue > 1e-3
 
@@ -423,7 +435,7 @@ def test_a19_a_prompt_that_does_not_fit():
 def test_a24_bfloat16_differs_only_where_two_tokens_are_as_good_as_equal():
     """A pass of K + 1 rows and one of a single row round differently; four units in the last place are allowed."""
     diverged = 0
-    for seed in range(30):
+    for seed in range(15):
         target = TorchModel(tiny(seed).bfloat16())
         one = AR(target, PROMPT, 40, T=0)
         many = G(target, tiny(seed + 100), PROMPT, 4, 40, T=0)[0]
@@ -436,7 +448,7 @@ def test_a24_bfloat16_differs_only_where_two_tokens_are_as_good_as_equal():
         high, low = row.topk(2).values
         ulp = 2.0 ** (int(high.log2().floor()) - 7)
         assert high - low <= 4 * ulp, (seed, at)
-    assert diverged < 15
+    assert 0 < diverged < 8
 
 
 def test_a25_memory_does_not_grow():
@@ -450,7 +462,7 @@ def test_a25_memory_does_not_grow():
             G(broken, drafter, [5, 9], 4, 20, seed=seed)
         if seed % 5 == 4:
             gc.collect()
-            tensors.append(sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+            tensors.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
             resident.append(psutil.Process().memory_info().rss)
     assert len(set(tensors)) == 1
     assert resident[-1] - resident[0] < 8 * 2**20
@@ -462,12 +474,12 @@ def test_a25_memory_does_not_grow():
 @pytest.mark.parametrize("K", range(1, 9))
 @pytest.mark.parametrize("penalty", [1.5, 0.7])
 def test_a26_a_penalty_sees_every_token_before(K, penalty):
-    loop = np.full((8, 8), 0.02)
-    for here, following in itertools.pairwise([3, 4, 3]):
-        loop[here, following] = 1 - 0.02 * 7
+    loop = np.full((8, 8), 0.075)
+    for here, following, instead in ((3, 4, 5), (4, 3, 6)):  # instead: what a penalty can lead to
+        loop[here, following], loop[here, instead] = 0.3, 0.25
     for target, prompt in ((markov_llama(loop), [3, 4, 3]), (tiny(0), PROMPT)):
         reference = AR(target, prompt, 30, T=0, repetition_penalty=penalty)
-        assert reference != AR(target, prompt, 30, T=0)
+        assert penalty < 1 or reference != AR(target, prompt, 30, T=0)
         for drafter in (target, tiny(1, vocab=target.config.vocab_size), PromptLookup()):
             assert G(target, drafter, prompt, K, 30, T=0, repetition_penalty=penalty)[0] == reference
 
@@ -488,11 +500,11 @@ def test_a28_seeds():
 
     target, drafter, before = TorchModel(tiny(0)), ModelDraft(TorchModel(tiny(1))), state()
     runs = {}
-    for seed in (0, 1, -1, 2**63, 1, 0):
+    for seed in (0, 1, -1, 1, 0):
         torch.rand(()) if seed == 1 else None  # what others draw does not matter
         tokens = G(target, drafter, PROMPT, 3, 30, seed=seed)[0], AR(target, PROMPT, 30, seed=seed)
         assert runs.setdefault(seed, tokens) == tokens
-    assert len({t for pair in runs.values() for t in map(tuple, pair)}) == 8
+    assert len({t for pair in runs.values() for t in map(tuple, pair)}) == 6
     assert len({tuple(G(target, drafter, PROMPT, 3, 30, T=0, seed=seed)[0]) for seed in range(3)}) == 1
     torch.set_rng_state(torch.tensor(before[0], dtype=torch.uint8))
     before = state()
@@ -513,7 +525,7 @@ def test_a29_batches_are_refused_in_so_many_words(batch):
             call()
 
 
-@pytest.mark.parametrize("dtypes", itertools.product([torch.float32, torch.bfloat16, torch.float16], repeat=2))
+@pytest.mark.parametrize("dtypes", list(itertools.product([torch.float32, torch.bfloat16, torch.float16], repeat=2)))
 def test_a30_draft_and_target_of_unlike_dtypes(dtypes):
     target, drafter = TorchModel(tiny(0).to(dtypes[0])), tiny(0).to(dtypes[1])
     tokens, out = G(target, drafter, PROMPT, 3, 30, T=0)
@@ -565,7 +577,7 @@ BAD = [
     ({"prompt_ids": [1.5]}, TypeError, "ints"),
     ({"prompt_ids": torch.tensor([1.0])}, TypeError, "ints"),
     ({"prompt_ids": {"input_ids": [1]}}, TypeError, "ints"),
-    ({"prompt_ids": None}, TypeError, ""),
+    ({"prompt_ids": None}, TypeError, "."),
     ({"prompt_ids": [1, 8]}, ValueError, "id 8; the target knows ids 0 to 7"),
     ({"prompt_ids": [-1]}, ValueError, "id -1"),
     ({"sampling": None}, TypeError, "Sampling"),
@@ -574,9 +586,9 @@ BAD = [
     ({"eos": 1.5}, TypeError, "eos"),
     ({"eos": [None]}, TypeError, "eos"),
     ({"rule": "typical"}, ValueError, "token.*block"),
-    ({"seed": "0"}, TypeError, ""),
-    ({"seed": 0.5}, TypeError, ""),
-    ({"seed": 2**64}, ValueError, "seed"),
+    ({"seed": "0"}, TypeError, "."),
+    ({"seed": 0.5}, TypeError, "."),
+    ({"seed": 2**64}, ValueError, "."),
 ]
 
 
@@ -597,7 +609,6 @@ def test_bad_arguments_are_refused_before_any_work(given, error, words):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_bad_logits_name_model_and_position(value):
-    """Token 9 poisons whatever reads it: the first token after it cannot be drawn."""
     bad = tiny(0)
     bad.lm_head.weight.data[1] = value
     target, drafter = TorchModel(bad, name="big one"), TorchModel(tiny(1), name="small one")
@@ -616,10 +627,10 @@ def test_bad_logits_name_model_and_position(value):
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_bad_logits_in_the_middle_of_a_block(rule):
     law = chain(12, [3, 4, 5, 6, 7])
-    bad = markov_llama(law)
-    bad.model.embed_tokens.weight.data[6] = float("nan")
-    with pytest.raises(FloatingPointError, match="position 4 "):
-        G(TorchModel(bad), markov_llama(law), [3], 4, 8, rule=rule)
+    bad = Table(law)
+    bad.rows[6] = float("nan")
+    with pytest.raises(FloatingPointError, match="target model Table: .* position 4 "):
+        G(bad, Table(law), [3], 4, 8, rule=rule)
 
 
 def test_a_user_written_model_needs_six_members_only():
@@ -710,4 +721,4 @@ def test_public_names():
     for name in specdec.__all__:
         assert getattr(specdec, name) is not None
     with pytest.raises(AttributeError, match="nothing_like_it"):
-        specdec.nothing_like_it
+        specdec.nothing_like_it  # noqa: B018
