@@ -81,7 +81,7 @@ def law(
             reach.append((reach[-1] * ratio).clamp(max=1))
         weight = torch.stack(reach[:-1])[:, None] if count else p.new_ones(0, 1)
         excess = (weight * p[:-1] - q).clamp(min=0).sum(-1)
-        slack = excess + 1 - weight[:, 0]
+        slack = excess + (1 - weight[:, 0])
         end = torch.cat(
             [torch.where(slack > 0, excess / slack, 1.0), reach[-1][None]]
         )  # the h_i: stop at i, unless later

@@ -183,6 +183,60 @@ def pair_pvalue(answers, law, start, at):
     return one_sample_chi2(counts.ravel(), (marginal[:, None] * law).ravel()).pvalue
 
 
+# Caches
+
+
+class Recorded(specdec.TorchModel):
+    """A model that keeps every row of logits it gives, with where its block began."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.blocks = []
+
+    def logits(self, ids):
+        start, rows = self.length, super().logits(ids)
+        self.blocks.append((start, list(ids), rows))
+        return rows
+
+
+def fresh(model, ids):
+    """Logits of every id, by transformers alone and without a cache."""
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+
+
+def rows_error(model, prompt, tokens):
+    """Of the rows from which ``tokens`` were drawn: the largest error against one pass without a cache.
+
+    A row counts if its block began where the cache says and all it read is in the answer; each token needs one.
+    """
+    text = prompt + tokens
+    right = fresh(model.model, text)
+    errors = {}
+    for start, ids, rows in model.blocks:
+        for i, row in enumerate(rows):
+            if text[start : start + i + 1] == ids[: i + 1]:
+                errors[start + i] = max(errors.get(start + i, 0), float((row - right[start + i]).abs().max()))
+    return max(errors.get(at, np.inf) for at in range(len(prompt) - 1, len(text) - 1))
+
+
+def watched(kind):
+    """``kind``, a ModelDraft, looking at itself after each proposal: its cache, and every q against a fresh pass."""
+
+    class Watched(kind):
+        def propose(self, context, k, sampling, generator):
+            ids, q = super().propose(context, k, sampling, generator)
+            if len(ids):
+                text = list(context) + ids.tolist()
+                assert self.model.length == len(text) - 1, "the cache holds all but the last draft token"
+                logits = fresh(self.model.model, text[:-1])[-len(ids) :]
+                right = sampling.probabilities(logits, [text[: len(context) + i] for i in range(len(ids))])
+                assert torch.allclose(q, right, atol=1e-5, rtol=1e-4), "q is not the law of a fresh pass"
+            return ids, q
+
+    return Watched
+
+
 # The exact law of verification
 
 

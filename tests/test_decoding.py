@@ -14,6 +14,7 @@ from kit import (
     AR,
     GREEDY,
     G,
+    Recorded,
     Table,
     chain,
     draft,
@@ -22,6 +23,7 @@ from kit import (
     pair_pvalue,
     positions,
     random_law,
+    rows_error,
     tiny,
     top,
     words,
@@ -96,32 +98,6 @@ def test_greedy_equals_target_only(seed, K, rule):
     assert accepted[1] < accepted[0] <= accepted[2]
 
 
-class Recorded(TorchModel):
-    """A model that keeps every row of logits it gives, with where its block began."""
-
-    def __init__(self, *given):
-        super().__init__(*given)
-        self.blocks = []
-
-    def logits(self, ids):
-        start, rows = self.length, super().logits(ids)
-        self.blocks.append((start, list(ids), rows))
-        return rows
-
-
-def largest_error(model, text):
-    """Of the rows that were computed on the way to ``text``, against one pass without a cache; and how many they are."""
-    with torch.inference_mode():
-        fresh = model.model(input_ids=torch.tensor([text]), use_cache=False).logits[0]
-    errors = [
-        float((row - fresh[start + i]).abs().max())
-        for start, ids, rows in model.blocks
-        for i, row in enumerate(rows)
-        if text[start : start + i + 1] == ids[: i + 1]
-    ]
-    return max(errors), len(errors)
-
-
 @pytest.fixture(scope="module")
 def real(smollm2):
     """SmolLM2 with its records on, a prompt that prompt lookup can copy from, and the greedy answer."""
@@ -149,8 +125,7 @@ def test_every_row_agrees_with_a_pass_without_a_cache(real):
         target.blocks.clear()
         tokens, out = G(target, drafter, prompt, 3, 12, seed=1)
         assert any(r.accepted for r in out.rounds) and any(r.accepted < r.drafted for r in out.rounds)
-        error, count = largest_error(target, prompt + tokens)
-        assert error < 2e-3 and count >= len(tokens)  # logits of about 20, 30 layers of float32
+        assert rows_error(target, prompt, tokens) < 2e-3  # logits of about 20, 30 layers of float32
 
 
 @pytest.mark.parametrize("T", [0, 1])
@@ -158,8 +133,7 @@ def test_every_row_agrees_with_a_pass_without_a_cache_over_many_rounds(T):
     target = Recorded(tiny(0, window=256))
     tokens, out = G(target, noisy(target.model), PROMPT, 4, 200, T=T)
     assert {r.accepted for r in out.rounds} == set(range(5))
-    error, count = largest_error(target, PROMPT + tokens)
-    assert error < 1e-5 and count >= 200
+    assert rows_error(target, PROMPT, tokens) < 1e-5
 
 
 # The law of whole answers

@@ -6,26 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import AR, G, Table, chain, markov_llama, noisy, pair_pvalue, positions, random_law, tiny, words
+from kit import AR, G, Table, chain, markov_llama, noisy, pair_pvalue, positions, random_law, tiny, watched, words
 
 from specdec import ModelDraft, PromptLookup, Sampling, TorchModel, speculative
 
 PROMPT = [5, 6, 7, 8]
-
-
-class Watched(ModelDraft):
-    """A ModelDraft that looks at itself after each proposal: every q against a fresh pass over all before it."""
-
-    def propose(self, context, k, sampling, generator):
-        ids, q = super().propose(context, k, sampling, generator)
-        if len(ids):
-            text = list(context) + ids.tolist()
-            assert self.model.length == len(text) - 1  # its own last token it has not read
-            with torch.inference_mode():
-                fresh = self.model.model(input_ids=torch.tensor([text[:-1]]), use_cache=False).logits[0, -len(ids) :]
-            history = [text[: len(context) + i] for i in range(len(ids))]
-            torch.testing.assert_close(q, sampling.probabilities(fresh, history), atol=1e-5, rtol=1e-4)
-        return ids, q
 
 
 @pytest.mark.parametrize("K", [1, 2, 3, 5])
@@ -33,7 +18,7 @@ class Watched(ModelDraft):
 def test_a20_the_draft_cache_is_right_after_every_round(K, filters):
     """The draft is the target with noise: rounds of every length, each followed by a look at the cache."""
     target = tiny(0, window=256)
-    _, out = G(target, Watched(TorchModel(noisy(target))), PROMPT, K, 150, **filters)
+    _, out = G(target, watched(ModelDraft)(TorchModel(noisy(target))), PROMPT, K, 150, **filters)
     assert {r.accepted for r in out.rounds} == set(range(K + 1))
 
 
@@ -41,7 +26,7 @@ def test_a20_the_draft_cache_is_right_after_every_round(K, filters):
 @pytest.mark.parametrize("K", range(1, 9))
 def test_a21_a_self_draft_is_always_accepted(K, T):
     target = TorchModel(tiny(0))
-    tokens, out = G(target, Watched(target), PROMPT, K, 40, T=T)
+    tokens, out = G(target, watched(ModelDraft)(target), PROMPT, K, 40, T=T)
     assert all(r.accepted == r.drafted == r.asked for r in out.rounds) and len(tokens) == 40
     assert [r.drafted for r in out.rounds[:-1]] == [K] * (len(out.rounds) - 1)
     if T == 0:

@@ -182,6 +182,19 @@ def test_verify_draws_from_law(rule):
     assert one_sample_chi2(counts.ravel(), expected.ravel()).pvalue > 1e-3
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("spread", [1, 1e-3, 1e-7])
+def test_no_probability_is_negative(rule, spread):
+    """Also where p and q differ by rounding only: a cumulative sum that falls cannot be searched."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        logits = torch.randn(6, 50, generator=generator)
+        p, q = (logits + spread * torch.randn(6, 50, generator=generator)).softmax(-1), logits[:5].softmax(-1)
+        stop, following = law(p, q, torch.multinomial(q, 1, generator=generator)[:, 0], rule)
+        assert (stop >= 0).all() and (following >= 0).all()
+        assert float(stop.double().sum()) == pytest.approx(1, abs=1e-6)
+
+
 def test_verify_reads_only_its_generator():
     before = torch.get_rng_state()
     runs = [[verify(P, Q, DRAFTED, g) for _ in range(30)] for g in (torch.Generator().manual_seed(1) for _ in range(2))]

@@ -204,7 +204,7 @@ def predictions(machine: str) -> pd.DataFrame:
             curve = curves.loc[(*key, row.k)].tolist()
         except KeyError:  # every round was shortened by the end of the answer
             continue
-        cell = rounds[(rounds[keys] == key).all(axis=1) & (rounds.k == row.k) & (rounds.asked == row.k)]
+        cell = rounds[(rounds[keys] == list(key)).all(axis=1) & (rounds.k == row.k) & (rounds.asked == row.k)]
         v = costs[(costs.configuration == row.configuration) & (costs.model == "target")].set_index("n").v
         drafting = cell.draft_seconds.median() / alone[key]
         overhead = (cell.seconds - cell.draft_seconds - cell.verify_seconds).median() / alone[key]

@@ -5,7 +5,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import AR, G, positions, tiny, words
+from kit import AR, G, fresh, positions, tiny, words
 from transformers import LlamaConfig, MistralConfig
 
 import specdec
@@ -26,12 +26,6 @@ KINDS = {
     "bloom": {"config": transformers.BloomConfig, "n_layer": 2, "n_head": 4},
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-def fresh(model, ids):
-    """Logits of every id, by transformers alone and without a cache."""
-    with torch.inference_mode():
-        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
 
 
 @kinds

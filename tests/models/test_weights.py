@@ -140,7 +140,9 @@ def test_manifest_of_the_repository():
         if model.packages and len(model.packages.parts) > 1:
             numbers = [int(part.name.rpartition("part")[2]) for part in model.packages.parts]
             assert numbers == list(range(1, len(numbers) + 1))
-            assert all(part.member.endswith(f"part{n:02d}.bin") for part, n in zip(model.packages.parts, numbers))
+            assert all(
+                part.member.endswith(f"part{n:02d}.bin") for part, n in zip(model.packages.parts, numbers, strict=True)
+            )
 
 
 def test_manifest_is_strict(shelf):
