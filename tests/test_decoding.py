@@ -108,7 +108,7 @@ def real(smollm2):
     return target, prompt, answer
 
 
-@pytest.mark.parametrize(("layers", "K"), [(25, 4), (10, 2), (None, 4), (None, 7)])
+@pytest.mark.parametrize(("layers", "K"), [(25, 4), (None, 4), (None, 7)])
 def test_greedy_equals_target_only_in_a_real_model(real, layers, K):
     target, prompt, answer = real
     drafter = ModelDraft(first_layers(target, layers)) if layers else PromptLookup()
@@ -152,7 +152,7 @@ def test_the_law_of_answers_is_the_targets():
     assert min(pair_pvalue(found, law, 3, at) for at in (0, 1, 2)) > 1e-3 / 3
 
 
-@pytest.mark.parametrize("K", [1, 2, 3])
+@pytest.mark.parametrize("K", [2, 3])
 def test_the_law_of_answers_is_the_targets_under_the_block_rule(K):
     law, other = random_law(2, 8), random_law(3, 8)
     found = answers(Table(law), Table(other), 3, 3000, K=K, max_new=5, rule="block")
@@ -246,7 +246,7 @@ def test_a05_a_greedy_draft_with_its_one_hot_law():
 
 def test_a06_top_k_is_in_p_and_q():
     law, other = random_law(0, 16), random_law(1, 16)
-    found = answers(Table(law), Table(other), 3, 3000, K=2, max_new=4, top_k=4)
+    found = answers(Table(law), Table(other), 3, 2000, K=2, max_new=4, top_k=4)
     assert min(pair_pvalue(found, top(law, 4), 3, at) for at in (0, 1, 2)) > 1e-3 / 3
 
 

@@ -158,6 +158,8 @@ def _pooled_test(machine, values):
         f"chi-squared {test.statistic:.1f}, {test.dof} degrees of freedom, p = {test.pvalue:.3f}, "
         f"{len(tokens) // 2:,} tokens an arm"
     )
+    if test.dof == 0:
+        return Verdict(UNTESTED, f"too few tokens: {found}")
     return Verdict(HOLDS if test.pvalue > 0.05 else FAILS, found)
 
 
