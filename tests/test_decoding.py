@@ -619,7 +619,8 @@ def test_a_user_written_model_needs_six_members_only():
             self.length -= n
 
     assert len(G(Bare(), ModelDraft(Bare()), [1], 2, 8)[0]) == len(AR(Bare(), [1], 8)) == 8
-    assert [s.probability for s in score(Bare(), [1], [2, 3])] == [0.25, 0.25]
+    records = score(Bare(), [1], [2, 3])
+    assert [(r.probability, r.cdf_id, r.cdf_rank) for r in records] == [(0.25, 0.5, 0.5), (0.25, 0.75, 0.75)]
 
 
 # The score of an answer

@@ -14,25 +14,14 @@ def run():
     return _run
 
 
-def _run(checkout, *target, profile="smoke"):
+def _run(checkout, *target, profile="smoke", first=""):
     environment = os.environ | {
-        "PYTHONPATH": str(checkout),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(first), str(checkout)])),
         "PATH": os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"],
     }
-    command = [
-        sys.executable,
-        "-m",
-        "snakemake",
-        "--cores",
-        "1",
-        "--rerun-incomplete",
-        "--quiet",
-        "rules",
-        "host",
-        "reason",
-    ]
+    options = "-m snakemake --cores 1 --rerun-incomplete --quiet rules host reason".split()
     return subprocess.run(
-        [*command, "--config", f"profile={profile}", "--", *target],
+        [sys.executable, *options, *(["--config", f"profile={profile}"] if profile else []), "--", *target],
         cwd=checkout,
         env=environment,
         capture_output=True,
@@ -42,8 +31,19 @@ def _run(checkout, *target, profile="smoke"):
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory):
+    """A checkout for the smoke study."""
+    return _fresh(tmp_path_factory.mktemp("measured"))
+
+
+@pytest.fixture(scope="session")
+def published_checkout(tmp_path_factory):
+    """A checkout for the published book."""
+    return _fresh(tmp_path_factory.mktemp("published"))
+
+
+def _fresh(folder):
     """What a fresh clone would hold, without what was built here."""
-    target = tmp_path_factory.mktemp("clone") / "specdec-book"
+    target = folder / "specdec-book"
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
         if (ROOT / name).is_file():

@@ -1,0 +1,130 @@
+"""The committed records, and the book that is rendered from them without torch."""
+
+import json
+
+import nbformat
+import numpy as np
+import pytest
+from PIL import Image
+
+from specdec.study import claims, configurations, execute, records, tables
+from specdec.study.configurations import ROOT
+
+MACHINE = next(iter(records.published()), None)
+
+
+def test_a_machine_is_published():
+    assert MACHINE is not None
+
+
+@pytest.mark.parametrize("name", ["cpu-bf16", "cpu-fp32", "prompt-lookup"])
+def test_records_are_whole(name):
+    run = tables.runs(MACHINE)[name]
+    plan = configurations.plan(run["profile"], name).steps()
+    assert set(run["steps"]) == set(plan)
+    for step, record in plan.items():
+        assert run["steps"][step]["parameters"] == record.model_dump()
+        assert len(run["steps"][step]["commit"]) == 40  # measured on a committed tree, so without a plus
+    answers = tables.records(MACHINE, "answers").query("configuration == @name")
+    decode = plan["decode"]
+    cells = sum(decode.prompts.values()) * len(decode.temperatures) * (1 + len(decode.ks))
+    assert len(answers) == cells and not answers.duplicated(["prompt", "temperature", "k"]).any()
+    assert (answers.tokens == decode.max_new_tokens).all()
+    rounds = tables.records(MACHINE, "rounds").query("configuration == @name")
+    emitted = rounds.groupby(["prompt", "temperature", "k"]).emitted.sum()
+    assert (emitted == decode.max_new_tokens).all()
+
+
+def test_records_are_small():
+    files = [p for p in (records.RESULTS / MACHINE).rglob("*") if p.is_file()]
+    assert sum(p.stat().st_size for p in files) < 10e6
+
+
+def test_no_two_answers_share_a_seed():
+    answers = tables.records(MACHINE, "answers")
+    assert not answers[answers.temperature > 0].duplicated(["seed"]).any()
+    tokens = tables.records(MACHINE, "tokens")
+    assert (tokens.groupby("seed").arm.nunique() == 1).all()
+
+
+def test_prompts_carry_the_length():
+    """End tokens are ignored in speed runs: that is harmless only where answers do not end by themselves."""
+    alone = tables.records(MACHINE, "answers").query("k == 0")
+    assert alone.first_end.isna().mean() > 0.95
+
+
+def test_the_main_pair_rests_on_enough_prompts_and_gains_on_code():
+    table = tables.speedups(MACHINE)
+    best = tables.best(table, "cpu-bf16", "code")
+    assert best.prompts >= tables.FEW
+    assert best.speedup >= 1.3 and best.low > 1
+
+
+def test_the_loop_costs_little():
+    """Time outside forward passes is at most 5 % of decoding, greedy and at T = 1."""
+    rounds = tables.records(MACHINE, "rounds").query("configuration == 'cpu-bf16' and k > 0")
+    share = (
+        rounds.assign(outside=rounds.seconds - rounds.forward_seconds)
+        .groupby("temperature")[["outside", "seconds"]]
+        .sum()
+    )
+    assert set(share.index) == {0.0, 1.0}
+    assert (share.outside / share.seconds < 0.05).all()
+
+
+def test_float32_greedy_answers_are_the_targets():
+    table = tables.greedy_agreement(MACHINE).query("configuration == 'cpu-fp32'")
+    assert len(table) and (table.identical == table.answers).all()
+
+
+def test_every_claim_has_a_verdict():
+    verdicts = claims.verdicts(MACHINE)
+    assert set(verdicts) == set(claims.paper()["claims"])
+    assert {v.verdict for v in verdicts.values()} <= {claims.HOLDS, claims.FAILS, claims.UNTESTED}
+
+
+def test_missing_devices_are_named():
+    assert {"mps-fp16", "cuda-bf16"} <= set(tables.skipped(MACHINE)) | set(tables.runs(MACHINE))
+
+
+def test_analysing_defaults_are_the_published_machine():
+    for path in (ROOT / "notebooks" / "analyse").glob("*.ipynb"):
+        settings = {n: e["default"] for n, e in execute._parameters(path).items()}
+        assert settings == {"machine": f'"{MACHINE}"', "published": f'"{MACHINE}"'}, path.name
+
+
+@pytest.fixture(scope="session")
+def published_book(tmp_path_factory, published_checkout, run):
+    """`html` in a fresh checkout where torch cannot be imported."""
+    barred = tmp_path_factory.mktemp("barred")
+    for name in ("torch", "transformers"):
+        (barred / f"{name}.py").write_text(f"raise ImportError('{name} is not for rendering')\n")
+    result = run(published_checkout, "html", profile=None, first=barred)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return published_checkout
+
+
+def test_the_published_book_renders_without_torch(published_book):
+    text = (published_book / "_build" / "html" / "index.html").read_text()
+    assert "On this machine speculative decoding" in text and MACHINE in text
+
+
+def test_the_readme_shows_the_published_figure(published_book):
+    """The README's figure is the only committed one: it must be the one that the records make."""
+    committed = np.asarray(Image.open(ROOT / "book" / "_static" / "speedup-by-k.png").convert("L"), dtype=float)
+    made = Image.open(published_book / "_build" / "figures" / "speedup-by-k.png").convert("L")
+    made = np.asarray(made, dtype=float)
+    assert made.shape == committed.shape
+    assert np.abs(made - committed).mean() < 1
+    origin = json.loads((published_book / "_build" / "figures" / "speedup-by-k.json").read_text())
+    assert origin["machine"] == MACHINE
+
+
+def test_no_result_number_is_typed_into_the_chapters():
+    """Markdown cells of the chapters hold no decimal numbers: those come from code cells."""
+    for path in (ROOT / "notebooks" / "analyse").glob("*.ipynb"):
+        for cell in nbformat.read(path, as_version=4).cells:
+            if cell.cell_type == "markdown":
+                assert not [w for w in cell.source.split() if any(c.isdigit() for c in w) and "." in w.strip(".,;:")], (
+                    path.name
+                )
