@@ -4,6 +4,7 @@
 #   snakemake --cores 1 --config profile=quick book   measure this machine first
 
 import json
+import os
 import shlex
 import sys
 
@@ -54,8 +55,15 @@ RECORDS = [
 ] + ([f"{here(LOCAL)}/skipped.json"] if MEASURED else [])
 
 
-def run_notebook(step):
-    return "{sys.executable} -m specdec.study.execute {input.notebook} {params.executed} --parameters {params.json:q}"
+RUN = "{sys.executable} -m specdec.study.execute {input.notebook} {params.executed} --parameters {params.json:q}"
+
+# Snakemake tells every job to use as many threads as its rule claims. What is measured is what the machine does when it
+# is left alone: the variables are put back to what they were.
+THREADS = ("OMP", "GOTO", "OPENBLAS", "MKL", "VECLIB", "NUMEXPR")
+ALONE = "".join(
+    f"export {v}={shlex.quote(os.environ[v])}; " if v in os.environ else f"unset {v}; "
+    for v in (f"{name}_NUM_THREADS" if name != "VECLIB" else "VECLIB_MAXIMUM_THREADS" for name in THREADS)
+)
 
 
 def measuring(step):
@@ -124,7 +132,7 @@ for step, files in FILES.items():
             json=measuring(step),
         threads: workflow.cores  # timings never run side by side
         shell:
-            run_notebook(step)
+            ALONE + RUN
 
 
 rule analyse:
@@ -140,7 +148,7 @@ rule analyse:
         executed=lambda wildcards, output: output[0],
         json=analysing,
     shell:
-        run_notebook("analyse")
+        RUN
 
 
 rule render:

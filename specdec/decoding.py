@@ -105,7 +105,7 @@ def speculative(
         k: draft length K >= 0; 0 is target-only decoding. Less is drafted where the answer or the window ends.
         max_new_tokens: at most so many new tokens, >= 0.
         sampling: the filters, the same for draft and target.
-        seed: of this call's own generator; global random state is neither read nor changed.
+        seed: of this call's own generator (its low 32 bits count); global random state is neither read nor changed.
         eos: end-token ids; None never stops (``target.eos`` holds the model's own).
         rule: "token" or "block" (``specdec.verification``).
 

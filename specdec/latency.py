@@ -43,11 +43,11 @@ def forward_times(
     """
     for model in models.values():
         model.drop_last(model.length)
-        model.prefill(context)
+        getattr(model, "prefill", model.logits)(context)  # a user's model need not offer prefill
     block = [context[i % len(context)] for i in range(max(lengths))]
 
     def once(model, n):
-        _, seconds = timed(lambda: model.logits(block[:n]), model.device)
+        _, seconds = timed(lambda: model.logits(block[:n]), getattr(model, "device", None))
         model.drop_last(n)
         return seconds
 

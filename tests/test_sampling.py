@@ -110,6 +110,12 @@ def test_ties_with_the_last_of_top_k_are_kept():
     )
 
 
+def test_the_most_probable_token_is_always_kept():
+    logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(0))
+    for sampling in (Sampling(top_p=1e-12), Sampling(min_p=1), Sampling(top_k=1, top_p=1e-12, min_p=1)):
+        assert torch.equal(sampling.probabilities(logits), GREEDY.probabilities(logits)), sampling
+
+
 def test_barred_tokens_stay_barred():
     logits = torch.tensor([[0.0, -INF, 1.0, -INF]])
     for sampling in [
@@ -170,7 +176,7 @@ def test_options_that_do_not_exist_are_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("temperature", [0, 1e-46, 1e-40, 1e-38, 1e-12, 1e-5, 1e-3])
+@pytest.mark.parametrize("temperature", [0, 1e-46, 1e-40, 1e-38, 2e-38, 1e-12, 1e-5, 1e-3])
 def test_a12_tiny_temperatures_are_greedy(temperature, dtype):
     logits = torch.tensor([[10, 9, -100], [-100, 9.5, 10]], dtype=dtype)
     law = Sampling(temperature).probabilities(logits)
@@ -217,6 +223,17 @@ def test_an_id_of_probability_0_is_never_drawn(weights, seed):
         law = torch.tensor(weights, dtype=dtype)  # unnormalised: the sum is taken as it comes
         generator = torch.Generator().manual_seed(seed)
         assert all(law[draw(law, generator)] > 0 for _ in range(20))
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_the_ends_of_the_unit_interval(uniform, monkeypatch):
+    """No seed in reach gives these uniforms, yet they may come."""
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(uniform, dtype=torch.float64))
+    for scale in (1.0, 0.3, 1e-7, 5e-324):  # the last: the product is rounded up to the total
+        for weights in ([0, 1, 2, 0], [1, 0, 2], [0, 0, 3, 0, 0]):
+            law = torch.tensor(weights, dtype=torch.float64) * scale
+            expected = law.nonzero()[0 if uniform == 0 else -1]
+            assert draw(law, torch.Generator()) == expected
 
 
 def test_draws_are_finer_than_float32():

@@ -7,7 +7,7 @@ A *model* is any object with these members; batch size is one, and users can wri
 ``max_context``
     int, the most tokens the model can hold.
 ``eos``
-    frozenset of int, every id that ends an answer: the union of what the model's configs and its tokenizer say.
+    tuple of int, every id that ends an answer: the union of what the model's configs and its tokenizer say.
 ``length``
     int, the number of tokens now in the cache.
 ``logits(ids)``

@@ -1,6 +1,8 @@
-"""What every chapter of results begins with, and how its text takes numbers from the data."""
+"""What every chapter of results begins with, and how its text, tables and figures take what they show from the data."""
 
 from __future__ import annotations
+
+from dataclasses import asdict, dataclass
 
 import pandas as pd
 from IPython.display import Markdown, display
@@ -8,7 +10,23 @@ from IPython.display import Markdown, display
 from specdec.study import configurations, figures, records, tables
 
 
-def begin(machine: str, published: str, notebook: str) -> None:
+@dataclass(frozen=True)
+class Chapter:
+    """One page: the machine it is about, the published machine beside it, the notebook that makes it."""
+
+    machine: str
+    published: str
+    notebook: str
+
+    def keep(self, figure, name: str, data: pd.DataFrame, chosen=None, machine: str | None = None) -> None:
+        """Keep and show a figure (:func:`specdec.study.figures.keep`) with its downloads; ``machine`` if not the page's."""
+        figures.keep(figure, name, data, machine or self.machine, asdict(self), chosen)
+        up = "../" if "index" not in self.notebook else ""
+        links = (f'<a href="{up}figures/{name}.{kind}">{kind.upper()}</a>' for kind in ("svg", "png", "csv", "json"))
+        say(f"Figure `{name}`: " + " · ".join(links))
+
+
+def begin(machine: str, published: str, notebook: str) -> Chapter:
     """Style, the line with machine, day, commit and profile, and the effective parameters of the page.
 
     Raises:
@@ -23,6 +41,7 @@ def begin(machine: str, published: str, notebook: str) -> None:
     facts = {"machine": machine, "published": published, "specdec": records.origin()["versions"]["specdec"]}
     settings = ", ".join(f"`{name} = {value}`" for name, value in facts.items())
     say("\n\n".join(lines), f"*Parameters of this page: {settings}; source: `{notebook}`.*")
+    return Chapter(machine, published, notebook)
 
 
 def say(*paragraphs: str) -> None:
@@ -31,14 +50,13 @@ def say(*paragraphs: str) -> None:
 
 
 def table(data: pd.DataFrame, **formats: str) -> None:
-    """A table: columns in the given order under their names, each in its format."""
-    shown = pd.DataFrame(
-        {name: [form.format(v) if pd.notna(v) else "–" for v in data[name]] for name, form in formats.items()}
-    )
-    head = "| " + " | ".join(shown.columns) + " |"
-    rule = "|" + "---|" * len(shown.columns)
-    rows = ["| " + " | ".join(map(str, row)) + " |" for row in shown.itertuples(index=False)]
-    say("\n".join([head, rule, *rows]))
+    """A table: the named columns in the given order, each in its format; a dash where there is no value."""
+    rows = [
+        [form.format(v) if pd.notna(v) else "–" for v, form in zip(row, formats.values(), strict=True)]
+        for row in data[list(formats)].itertuples(index=False)
+    ]
+    lines = [list(formats), ["---"] * len(formats), *rows]
+    say("\n".join("| " + " | ".join(line) + " |" for line in lines))
 
 
 def in_order(names) -> list[str]:
@@ -47,6 +65,14 @@ def in_order(names) -> list[str]:
     return sorted(set(names), key=known.index)
 
 
+def sort(data: pd.DataFrame) -> pd.DataFrame:
+    """Rows by configuration in that order, then temperature, domain and K, with a column ``sampling``."""
+    known = list(configurations.study().configurations)
+    keys = [name for name in ("configuration", "temperature", "domain", "k") if name in data]
+    data = data.sort_values(keys, key=lambda c: c.map(known.index) if c.name == "configuration" else c)
+    return data.assign(sampling=data.temperature.map(sampling)) if "temperature" in data else data
+
+
 def sampling(temperature: float) -> str:
-    """ "greedy" or "T = 1"."""
+    """The words for a temperature: greedy, or T = 1."""
     return "greedy" if temperature == 0 else f"T = {temperature:g}"

@@ -61,13 +61,12 @@ def origin_line(machine: str, configurations=None) -> str:
     return f"{facts['cpu']} · {facts['date']} · {', '.join(facts['profile'])} · commit {', '.join(facts['commit'])}"
 
 
-def keep(
-    figure, name: str, data: pd.DataFrame, machine: str, notebook: str, configurations=None, parameters=None
-) -> None:
+def keep(figure, name: str, data: pd.DataFrame, machine: str, source: dict, configurations=None) -> None:
     """Write ``<name>.svg``, ``.png``, ``.csv`` and ``.json`` and show the SVG: the page's figure is the one downloaded.
 
     Args:
-        data: the rows that are drawn; machine, configurations: whose records they are; notebook: the source's path.
+        data: the rows that are drawn; machine, configurations: whose records they are.
+        source: the notebook and its parameters, as in ``specdec.study.chapter.Chapter``.
     """
     FOLDER.mkdir(parents=True, exist_ok=True)
     figure.supxlabel(origin_line(machine, configurations), fontsize=8, color="#555555")
@@ -77,6 +76,7 @@ def keep(
         temporary.replace(FOLDER / f"{name}.{kind}")
     plt.close(figure)
     write_text(FOLDER / f"{name}.csv", data.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
-    facts = origin(machine, configurations) | {"id": name, "notebook": notebook, "parameters": parameters or {}}
+    notebook, parameters = source["notebook"], {k: v for k, v in source.items() if k != "notebook"}
+    facts = origin(machine, configurations) | {"id": name, "notebook": notebook, "parameters": parameters}
     write_text(FOLDER / f"{name}.json", json.dumps(facts, indent=1, sort_keys=True) + "\n")
     display(SVG((FOLDER / f"{name}.svg").read_text(encoding="utf-8")))

@@ -12,6 +12,7 @@ import nbformat
 import pandas as pd
 import pytest
 
+from specdec.study import configurations, execute, records
 from specdec.study.configurations import ROOT
 
 CHAPTERS = ["verification-cost", "acceptance", "speedup", "equivalence", "overview"]
@@ -141,6 +142,23 @@ def test_a_broken_chapter_breaks_the_build(book, checkout, run):
     finally:
         path.write_text(good)
     assert run(checkout, "book").returncode == 0
+
+
+def test_an_interrupted_step_goes_on_after_the_last_finished_prompt(book, checkout, tmp_path):
+    """A journal that already holds one prompt: its rows are kept as they are, the other prompt is measured."""
+    plan = configurations.plan("smoke", "smoke-lookup").decode
+    header = {"configuration": "smoke-lookup", "prompts": configurations.prompts_hash(), **plan.model_dump()}
+    journal = records.Journal(tmp_path / "decode.partial", header)
+    journal.add(
+        "code-01", {"answers": [{"prompt": "code-01", "seconds": 123.0}], "rounds": [{"prompt": "code-01", "round": 0}]}
+    )
+    notebook = checkout / "notebooks" / "measure" / "decode.ipynb"
+    settings = {"configuration": "smoke-lookup", "profile": "smoke", "results": str(tmp_path), **plan.model_dump()}
+    execute.execute(notebook, tmp_path / "decode.ipynb", settings)
+    answers = pd.read_csv(tmp_path / "answers.csv")
+    assert answers[answers.prompt == "code-01"].seconds.tolist() == [123.0]
+    assert len(answers[answers.prompt == "summarisation-01"]) == 2 * 3  # temperatures, K with target-only
+    assert not (tmp_path / "decode.partial").exists()
 
 
 def test_unknown_profile_and_machine_are_named(checkout, run):
