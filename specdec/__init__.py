@@ -11,6 +11,7 @@ from specdec.sampling import Sampling
 __version__ = "0.1.0"
 
 _HOME = {
+    "AdaptiveK": "specdec.costmodel",
     "TorchModel": "specdec.models.torch_model",
     "load": "specdec.models.loading",
     "ModelDraft": "specdec.drafts",

@@ -9,6 +9,8 @@ After Leviathan et al., arXiv:2211.17192, theorem 3.8, without its assumptions o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -84,6 +86,53 @@ def best_k(survival: ArrayLike, c: float, v_by_n: Mapping[int, float], overhead:
         if predicted > best[1]:
             best = (k, predicted)
     return best
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a round costs, in target passes of one token: latency ratio c, verification cost v by n, overhead o."""
+
+    c: float
+    v: Mapping[int, float]
+    overhead: float = 0.0
+
+
+@dataclass(frozen=True)
+class AdaptiveK:
+    """A draft length that follows the running acceptance: long where drafts are kept, short or none where not.
+
+    Before each round the K with the largest predicted speedup is taken, for S_k = a^k with a the running acceptance of
+    this answer. Only rounds that are over are looked at, and the costs are given, never read from a clock: nothing is
+    lost (a draft token, once drawn, is always verified), and the same seed gives the same tokens.
+
+    Args:
+        costs: measured on the machine at hand; v as for :func:`best_k`.
+        k_max: the longest draft, >= 1.
+
+    Raises:
+        TypeError, ValueError: costs are not :class:`Costs`, do not reach ``k_max``, or ``k_max`` is not an int >= 1.
+    """
+
+    costs: Costs
+    k_max: int
+
+    # Each round weighs that much less than the one after it: text changes, and where nothing was drafted for a while
+    # the estimate goes back to its first value, so that drafting is tried again.
+    memory: ClassVar[float] = 0.9
+    # Before anything is known: two tested tokens of which three in four were kept.
+    first: ClassVar[tuple[float, float]] = (2.0, 1.5)
+
+    def __post_init__(self):
+        if not isinstance(self.costs, Costs):
+            raise TypeError(f"costs must be specdec.costmodel.Costs, not {self.costs!r}")
+        if isinstance(self.k_max, bool) or not isinstance(self.k_max, int) or self.k_max < 1:
+            raise ValueError(f"k_max must be an int >= 1, not {self.k_max!r}")
+        self.choose(0.0, 0.0)
+
+    def choose(self, tested: float, accepted: float) -> int:
+        """K for the next round, 0..k_max, after so many tested and accepted draft tokens (weighted by age)."""
+        rate = (accepted + self.first[1]) / (tested + self.first[0])
+        return best_k(rate ** np.arange(1, self.k_max + 1), self.costs.c, self.costs.v, self.costs.overhead)[0]
 
 
 def break_even_c(survival: ArrayLike, v: float, overhead: float = 0.0) -> float:

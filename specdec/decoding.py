@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from specdec.costmodel import AdaptiveK
 from specdec.drafts import _name, _read
 from specdec.latency import timed
 from specdec.sampling import Sampling
@@ -89,7 +90,7 @@ def speculative(
     target,
     draft,
     prompt_ids: Sequence[int] | torch.Tensor,
-    k: int,
+    k: int | AdaptiveK,
     max_new_tokens: int,
     sampling: Sampling = Sampling(),
     seed: int = 0,
@@ -102,7 +103,8 @@ def speculative(
         target: a model (``specdec.models``): ``vocab_size``, ``max_context``, ``length``, ``logits``, ``drop_last``.
         draft: see ``specdec.drafts``.
         prompt_ids: the prompt, n >= 1 ids; one sequence (batch size one).
-        k: draft length K >= 0; 0 is target-only decoding. Less is drafted where the answer or the window ends.
+        k: draft length K >= 0; 0 is target-only decoding. Less is drafted where the answer or the window ends. An
+            :class:`specdec.AdaptiveK` chooses it round by round.
         max_new_tokens: at most so many new tokens, >= 0.
         sampling: the filters, the same for draft and target.
         seed: of this call's own generator (its low 32 bits count); global random state is neither read nor changed.
@@ -163,7 +165,9 @@ def score(
 
 def _decode(target, draft, prompt_ids, k, max_new_tokens, sampling, seed, eos, rule) -> Decoded:
     context = _ids(prompt_ids, target, "prompt_ids")
-    k, max_new_tokens = _count(k, "k"), _count(max_new_tokens, "max_new_tokens")
+    adaptive = k if isinstance(k, AdaptiveK) else None
+    k = k.k_max if adaptive else _count(k, "k")
+    max_new_tokens = _count(max_new_tokens, "max_new_tokens")
     _check_sampling(sampling)
     ends = _end_ids(eos)
     if rule not in RULES:
@@ -187,10 +191,12 @@ def _decode(target, draft, prompt_ids, k, max_new_tokens, sampling, seed, eos, r
         _read(target, context[:-1])
 
     out.prefill_seconds = timed(prefill, getattr(target, "device", None))[1]
+    tested = kept = 0.0  # running acceptance
     while room > len(out.tokens):
         begin = time.perf_counter()
         start = len(context)
-        asked = min(k, room - len(out.tokens) - 1)  # the round adds one token of the target's own
+        length = adaptive.choose(tested, kept) if adaptive else k
+        asked = min(length, room - len(out.tokens) - 1)  # the round adds one token of the target's own
         drafting = getattr(draft, "forward_seconds", 0.0)
         ids, q = _proposed(draft, context, asked, sampling, generator, target.vocab_size)
         drafting = getattr(draft, "forward_seconds", 0.0) - drafting
@@ -202,6 +208,9 @@ def _decode(target, draft, prompt_ids, k, max_new_tokens, sampling, seed, eos, r
         history = [context + drafted[:i] for i in range(len(drafted) + 1)] if penalised else None
         p = sampling.probabilities(logits, history, where=f"target model {_name(target)}", start=start)
         accepted, following = verify(p, q, ids, generator, rule)
+        if adaptive:
+            tested = adaptive.memory * tested + min(accepted + 1, len(drafted))
+            kept = adaptive.memory * kept + accepted
 
         emitted = [*drafted[:accepted], following]
         end = next((i for i, token in enumerate(emitted) if token in ends), None)

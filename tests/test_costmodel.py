@@ -120,3 +120,31 @@ def test_bad_survival(bad):
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+COSTS = cm.Costs(c=0.3, v={1: 1.0, 2: 1.02, 9: 1.2}, overhead=0.02)
+
+
+def test_adaptive_k_follows_acceptance():
+    chooser = cm.AdaptiveK(COSTS, 8)
+    lengths = [chooser.choose(10.0, 10.0 * rate) for rate in (0, 0.25, 0.5, 0.75, 0.9, 1)]
+    assert lengths == sorted(lengths) and lengths[0] == 0 and lengths[-1] == 8
+    assert chooser.choose(0.0, 0.0) > 0  # what has not been tried is tried
+    slow = cm.AdaptiveK(cm.Costs(c=1.2, v={1: 1.0, 9: 9.0}), 8)
+    assert slow.choose(100.0, 100.0) == 0  # no acceptance pays for such costs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((0.3, 4), TypeError),
+        ((COSTS, 0), ValueError),
+        ((COSTS, 2.0), ValueError),
+        ((COSTS, True), ValueError),
+        ((COSTS, 9), ValueError),  # v(10) was not measured
+        ((cm.Costs(c=float("nan"), v={1: 1.0, 9: 1.0}), 4), ValueError),
+    ],
+)
+def test_adaptive_k_refuses(arguments, error):
+    with pytest.raises(error):
+        cm.AdaptiveK(*arguments)

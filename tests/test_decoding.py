@@ -33,6 +33,7 @@ from tokenizers.processors import TemplateProcessing
 
 import specdec
 from specdec import ModelDraft, PromptLookup, Sampling, TorchModel, autoregressive, score, speculative
+from specdec.costmodel import Costs
 from specdec.drafts import first_layers
 from specdec.equivalence import one_sample_chi2
 from specdec.study.pairs import prompt_ids
@@ -157,6 +158,33 @@ def test_the_law_of_answers_is_the_targets_under_the_block_rule(K):
     law, other = random_law(2, 8), random_law(3, 8)
     found = answers(Table(law), Table(other), 3, 3000, K=K, max_new=5, rule="block")
     assert min(pair_pvalue(found, law, 3, at) for at in range(4)) > 1e-3 / 4
+
+
+ADAPTIVE = specdec.AdaptiveK(Costs(c=0.3, v={1: 1.0, 2: 1.05, 9: 1.5}), 6)
+
+
+def test_adaptive_k_keeps_the_law_and_the_seed():
+    """How much is drafted follows what was kept; the answers follow the target's law all the same."""
+    law, other = random_law(4, 8), random_law(5, 8)
+    found = answers(Table(law), Table(other), 3, 3000, K=ADAPTIVE, max_new=8)
+    assert min(pair_pvalue(found, law, 3, at) for at in range(7)) > 1e-3 / 7
+    lengths = set()
+    for seed in range(20):
+        (tokens, out), (again, _) = (G(Table(law), Table(other), [3], ADAPTIVE, 60, seed=seed) for _ in range(2))
+        assert tokens == again
+        lengths |= {r.asked for r in out.rounds[:-6]}  # the last rounds are short for want of room
+    assert len(lengths) > 2
+
+
+def test_adaptive_k_follows_the_draft():
+    target = tiny(0, window=256)
+    reference = AR(target, PROMPT, 100, T=0)
+    mean = []
+    for drafter in (tiny(100, window=256), noisy(target), target):
+        tokens, out = G(target, drafter, PROMPT, ADAPTIVE, 100, T=0)
+        assert tokens == reference
+        mean.append(np.mean([r.asked for r in out.rounds]))
+    assert mean[0] < 2 < mean[2] and mean == sorted(mean)
 
 
 def exact_law(law, start, length, sampling):

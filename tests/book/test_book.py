@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from html.parser import HTMLParser
 from urllib.parse import unquote, urlsplit
@@ -114,6 +115,15 @@ def test_columns_of_the_records_are_documented(checkout):
     for path in records_of(checkout).glob("*/*.csv"):
         section = re.search(rf"### {path.name}\n(.*?)(\n### |\Z)", text, re.DOTALL)[1]
         assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(pd.read_csv(path).columns), path.name
+
+
+def test_timings_use_the_threads_of_the_machine(checkout):
+    """Snakemake sets OMP_NUM_THREADS for its jobs; a study under it must not run on one thread."""
+    command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+    threads = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    for path in records_of(checkout).glob("*/run.json"):
+        for step in json.loads(path.read_text())["steps"].values():
+            assert step["machine"]["threads"] == threads
 
 
 def test_missing_devices_are_skipped_with_a_reason(checkout):
