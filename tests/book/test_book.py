@@ -157,7 +157,7 @@ def test_a_broken_chapter_breaks_the_build(book, checkout, run):
 def test_an_interrupted_step_goes_on_after_the_last_finished_prompt(book, checkout, tmp_path):
     """A journal that already holds one prompt: its rows are kept as they are, the other prompt is measured."""
     plan = configurations.plan("smoke", "smoke-lookup").decode
-    header = {"configuration": "smoke-lookup", "prompts": configurations.prompts_hash(), **plan.model_dump()}
+    header = {"configuration": "smoke-lookup", "prompts_hash": configurations.prompts_hash(), **plan.model_dump()}
     journal = records.Journal(tmp_path / "decode.partial", header)
     journal.add(
         "code-01", {"answers": [{"prompt": "code-01", "seconds": 123.0}], "rounds": [{"prompt": "code-01", "round": 0}]}
