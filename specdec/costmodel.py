@@ -110,7 +110,8 @@ class AdaptiveK:
         k_max: the longest draft, >= 1.
 
     Raises:
-        TypeError, ValueError: costs are not :class:`Costs`, do not reach ``k_max``, or ``k_max`` is not an int >= 1.
+        TypeError: costs are not :class:`Costs`.
+        ValueError: costs do not reach ``k_max``, or ``k_max`` is not an int >= 1.
     """
 
     costs: Costs

@@ -132,7 +132,7 @@ def chi2_statistic(counts_a: np.ndarray, counts_b: np.ndarray) -> np.ndarray:
 
 
 def total_variation(p: ArrayLike, q: ArrayLike) -> np.ndarray | float:
-    """Total-variation distance, half the sum of |p - q|: (..., V) and (..., V) -> (...,), in [0, 1].
+    """Total-variation distance, half the sum of ``|p - q|``: (..., V) and (..., V) -> (...,), in [0, 1].
 
     Rows are normalised first, so counts serve too. Between two samples it is biased upwards: compare it with the
     distance between two samples of one law.
@@ -277,7 +277,7 @@ def likelihood_z(tokens: pd.DataFrame) -> Likelihood:
 
 
 def tost(tokens: pd.DataFrame, margin: float, level: float = 0.05) -> Equivalence:
-    """Two one-sided tests of |mean(log p + H)| < margin (Schuirmann 1987, doi:10.1007/BF01068419).
+    """Two one-sided tests of ``|mean(log p + H)| < margin`` (Schuirmann 1987, doi:10.1007/BF01068419).
 
     The standard error is the one of :func:`likelihood_z`. The margin is fixed before the run, and so is N: see
     :func:`tost_power`.
