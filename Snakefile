@@ -94,8 +94,8 @@ def analysing(wildcards):
 
 
 def earlier(wildcards):
-    """The page of figures shows those of the chapters, so it is made after them."""
-    return EXECUTED if wildcards.chapter == "figures" else []
+    """The page of figures shows those of the chapters, in the order of the book, and says how to cite them."""
+    return [*EXECUTED, "CITATION.cff", "_config.yml", "book/_toc.yml"] if wildcards.chapter == "figures" else []
 
 
 rule html:
@@ -163,9 +163,6 @@ rule analyse:
         study="data/configurations.yml",
         code=sources("specdec/*.py", "specdec/study/*.py"),
         earlier=earlier,
-        cited="CITATION.cff",
-        contents="book/_toc.yml",
-        config="_config.yml",
     output:
         "book/{folder,(notebooks/)?}{chapter,[a-z-]+}.ipynb",
     params:
