@@ -99,8 +99,8 @@ def one_sample_chi2(counts: ArrayLike, probabilities: ArrayLike, min_expected: f
         probabilities: (V,), sum 1 up to float32 rounding.
 
     Returns:
-        ChiSquared; where one cell is left it has statistic 0, dof 0, p 1. A count where the probability is 0 refutes the
-        law: statistic inf, p 0, and the barred categories count as one cell.
+        ChiSquared; where one cell is left it has statistic 0, dof 0, p 1. A count where the probability is 0 refutes
+        the law: statistic inf, p 0, and the barred categories count as one cell.
 
     Raises:
         ValueError: shapes or indices differ, an empty sample, bad counts, probabilities that are no law.

@@ -127,8 +127,9 @@ def test_launch_links_point_at_notebooks_that_exist():
     assert paths and all((ROOT / path).is_file() for path in paths)
 
 
-WORDS = """draft model, target model, draft length K, round, accepted token, rejected token, bonus token, tokens per target
-pass, survival, conditional acceptance, tested acceptance, draft acceptance, latency ratio, verification cost, speedup"""
+WORDS = """draft model, target model, draft length K, round, accepted token, rejected token, bonus token,
+tokens per target pass, survival, conditional acceptance, tested acceptance, draft acceptance, latency ratio,
+verification cost, speedup"""
 
 
 def test_the_glossary_has_the_fields_words():
