@@ -14,11 +14,12 @@ RUN       = PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python
 RENDER    = PATH="$(CURDIR)/.venv-book/bin:$$PATH" .venv-book/bin/python
 FAILED    = { echo "make $@ stopped: the reason is above. The same command goes on from there. Logs: .snakemake/log"; exit 1; }
 
-.PHONY: help book test html study clean
+.PHONY: help book test html pdf study clean
 
 help:
 	@echo "make book   the quick study on this machine, then the book   [PROFILE=smoke|quick|standard|full]"
 	@echo "make html   the published book, without torch or weights     [MACHINE=name]"
+	@echo "make pdf    the same as one PDF; needs Chromium              [MACHINE=name]"
 	@echo "make study  measure only; goes on where it stopped            [PROFILE=smoke|quick|standard|full]"
 	@echo "make test   the whole test suite                             [ARGS='-k name']"
 	@echo "make clean  remove what was rendered; data and environments stay"
@@ -31,6 +32,10 @@ book: .venv/.stamp
 html: .venv-book/.stamp
 	@$(RENDER) $(SNAKEMAKE) $(if $(CONFIG),--config $(CONFIG)) -- html || $(FAILED)
 	@echo "The book: _build/html/index.html"
+
+pdf: .venv-book/.stamp
+	@$(RENDER) $(SNAKEMAKE) $(if $(CONFIG),--config $(CONFIG)) -- pdf || $(FAILED)
+	@echo "The book: _build/pdf/lossless-but-not-free.pdf"
 
 study: .venv/.stamp
 	@$(RUN) $(SNAKEMAKE) --config profile=$(PROFILE) $(CONFIG) -- study || $(FAILED)

@@ -1,6 +1,7 @@
 # Measure, analyse, render: one rule a step. `make` is the front door; see README.
 #
 #   snakemake --cores 1 html                          the published book, from committed records
+#   snakemake --cores 1 pdf                           the same as one PDF
 #   snakemake --cores 1 --config profile=quick book   measure this machine first
 
 import json
@@ -27,7 +28,7 @@ COMMITTED = sorted({MACHINE, *PUBLISHED[:1]} - ({LOCAL.name} if MEASURED else se
 
 FILES = {"latency": ["latency.csv", "bandwidth.csv"], "decode": ["answers.csv", "rounds.csv"], "sample": ["tokens.csv"]}
 CHAPTERS = ["verification-cost", "acceptance", "speedup", "equivalence", "overview"]
-NOTEBOOKS = ["book/index.ipynb", *expand("book/notebooks/{chapter}.ipynb", chapter=CHAPTERS)]
+EXECUTED = expand("book/notebooks/{chapter}.ipynb", chapter=CHAPTERS)
 
 
 def here(path):
@@ -36,6 +37,15 @@ def here(path):
 
 def sources(*patterns):
     return sorted(here(path) for pattern in patterns for path in configurations.ROOT.glob(pattern))
+
+
+BOOK = [
+    *["book/index.ipynb", *EXECUTED, "book/notebooks/figures.ipynb"],
+    *sources("book/*.md", "book/*.yml", "book/*.bib", "book/_ext/*.py", "book/_static/*", "book/_templates/*"),
+    *sources("specdec/**/*.py", "_config.yml"),  # the reference is made from docstrings
+]
+RENDER = "{sys.executable} -m specdec.study.pages book && jupyter-book build book -n -W --keep-going -q --builder "
+PDF = "_build/pdf/lossless-but-not-free.pdf"
 
 
 def planned():
@@ -83,9 +93,19 @@ def analysing(wildcards):
     return json.dumps({"machine": MACHINE, "published": next(iter(PUBLISHED), MACHINE)})
 
 
+def earlier(wildcards):
+    """The page of figures shows those of the chapters, in the order of the book, and says how to cite them."""
+    return [*EXECUTED, "CITATION.cff", "_config.yml", "book/_toc.yml"] if wildcards.chapter == "figures" else []
+
+
 rule html:
     input:
         "_build/html/index.html",
+
+
+rule pdf:
+    input:
+        PDF,
 
 
 rule book:
@@ -142,6 +162,7 @@ rule analyse:
         paper="data/paper.yml",
         study="data/configurations.yml",
         code=sources("specdec/*.py", "specdec/study/*.py"),
+        earlier=earlier,
     output:
         "book/{folder,(notebooks/)?}{chapter,[a-z-]+}.ipynb",
     params:
@@ -153,11 +174,18 @@ rule analyse:
 
 rule render:
     input:
-        NOTEBOOKS,
-        sources("book/*.md", "book/*.yml", "book/*.bib", "book/_ext/*.py", "book/_static/*"),
-        "_config.yml",
+        BOOK,
     output:
         "_build/html/index.html",
     shell:
-        "{sys.executable} -m specdec.study.pages book && "
-        "jupyter-book build book --builder html -n -W --keep-going -q"
+        RENDER + "html"
+
+
+rule printed:
+    input:
+        BOOK,
+    output:
+        PDF,
+    shell:
+        "{sys.executable} -m specdec.study.pdf && " + RENDER + "singlehtml && "
+        "{sys.executable} -m specdec.study.pdf _build/singlehtml/index.html {output}"

@@ -47,7 +47,10 @@ def speedup(survival: ArrayLike, c: float, v: float, overhead: float = 0.0) -> f
     """Predicted speedup over target-only decoding at K = len(survival): (1 + sum S_k) / (K c + v + overhead).
 
     Args:
-        survival: (K,), S_1..S_K. c: latency ratio. v: v(K + 1), a number. overhead: per round, in t_target(1).
+        survival: (K,), S_1..S_K.
+        c: latency ratio.
+        v: v(K + 1), a number.
+        overhead: per round, in t_target(1).
 
     Raises:
         ValueError: bad survival, a cost that is negative or not finite, or a round that costs nothing.
@@ -110,7 +113,8 @@ class AdaptiveK:
         k_max: the longest draft, >= 1.
 
     Raises:
-        TypeError, ValueError: costs are not :class:`Costs`, do not reach ``k_max``, or ``k_max`` is not an int >= 1.
+        TypeError: costs are not :class:`Costs`.
+        ValueError: costs do not reach ``k_max``, or ``k_max`` is not an int >= 1.
     """
 
     costs: Costs

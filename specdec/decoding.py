@@ -104,7 +104,7 @@ def speculative(
         draft: see ``specdec.drafts``.
         prompt_ids: the prompt, n >= 1 ids; one sequence (batch size one).
         k: draft length K >= 0; 0 is target-only decoding. Less is drafted where the answer or the window ends. An
-            :class:`specdec.AdaptiveK` chooses it round by round.
+            :class:`~specdec.costmodel.AdaptiveK` chooses it round by round.
         max_new_tokens: at most so many new tokens, >= 0.
         sampling: the filters, the same for draft and target.
         seed: of this call's own generator (its low 32 bits count); global random state is neither read nor changed.
@@ -112,7 +112,8 @@ def speculative(
         rule: "token" or "block" (``specdec.verification``).
 
     Raises:
-        ValueError, TypeError: a bad argument, or a prompt that does not fit; before any work.
+        ValueError: a bad argument, or a prompt that does not fit; before any work.
+        TypeError: an argument of the wrong kind; before any work.
         FloatingPointError: logits with NaN or +inf, naming the model and the position.
     """
     return _decode(target, draft, prompt_ids, k, max_new_tokens, sampling, seed, eos, rule)

@@ -72,7 +72,7 @@ def two_sample_chi2(counts_a: ArrayLike, counts_b: ArrayLike, min_expected: floa
         counts_a, counts_b: (V,) whole numbers.
 
     Returns:
-        ChiSquared; where one cell is left: statistic 0, dof 0, p 1 (nothing can be said).
+        ChiSquared; where one cell is left it has statistic 0, dof 0, p 1 (nothing can be said).
 
     Raises:
         ValueError: shapes or indices differ, an empty sample, counts that are negative, not finite or not whole.
@@ -95,11 +95,12 @@ def one_sample_chi2(counts: ArrayLike, probabilities: ArrayLike, min_expected: f
     For a law that was itself estimated from a sample this rejects far too often: take the two-sample form.
 
     Args:
-        counts: (V,) whole numbers; probabilities: (V,), sum 1 up to float32 rounding.
+        counts: (V,) whole numbers.
+        probabilities: (V,), sum 1 up to float32 rounding.
 
     Returns:
-        ChiSquared; where one cell is left: statistic 0, dof 0, p 1. A count where the probability is 0 refutes the law:
-        statistic inf, p 0, and the barred categories count as one cell.
+        ChiSquared; where one cell is left it has statistic 0, dof 0, p 1. A count where the probability is 0 refutes
+        the law: statistic inf, p 0, and the barred categories count as one cell.
 
     Raises:
         ValueError: shapes or indices differ, an empty sample, bad counts, probabilities that are no law.
@@ -132,7 +133,7 @@ def chi2_statistic(counts_a: np.ndarray, counts_b: np.ndarray) -> np.ndarray:
 
 
 def total_variation(p: ArrayLike, q: ArrayLike) -> np.ndarray | float:
-    """Total-variation distance, half the sum of |p - q|: (..., V) and (..., V) -> (...,), in [0, 1].
+    """Total-variation distance, half the sum of ``|p - q|``: (..., V) and (..., V) -> (...,), in [0, 1].
 
     Rows are normalised first, so counts serve too. Between two samples it is biased upwards: compare it with the
     distance between two samples of one law.
@@ -168,7 +169,8 @@ def permutation_test(
             ``token`` (id).
         statistic: (B, C) and (B, C) cell counts of the two arms -> (B,), large for unlike arms; e.g. also
             :func:`total_variation`.
-        permutations: B. seed: of the exchanges.
+        permutations: B.
+        seed: of the exchanges.
         min_expected: rare tokens are pooled as in :func:`two_sample_chi2`. The cells come from counts pooled over the
             arms, so they do not move with the labels. Where an arm's share of the tokens is its share of the answers
             (answers of one length), the observed statistic is that of :func:`two_sample_chi2`.
@@ -221,7 +223,8 @@ def pit(tokens: pd.DataFrame, seed: int = 0, by: str = "rank") -> np.ndarray:
 
     Args:
         tokens: columns ``probability`` and ``cdf_rank`` or ``cdf_id`` (mass before the token).
-        seed: of the V. by: "rank" (tokens in descending probability: the power is here) or "id".
+        seed: of the V.
+        by: "rank" (tokens in descending probability: the power is here) or "id".
 
     Returns:
         (n,) in [0, 1].
@@ -262,8 +265,8 @@ def likelihood_z(tokens: pd.DataFrame) -> Likelihood:
         tokens: columns ``logp`` (nat), ``entropy`` (nat), ``varentropy`` (nat^2), all of the target's law.
 
     Returns:
-        Likelihood. Nothing but certain tokens (greedy): statistic 0, p 1. A token of probability 0 (logp -inf), or one
-        that is not the certain one: statistic infinite, p 0.
+        Likelihood; of nothing but certain tokens (greedy) it has statistic 0, p 1, of a token of probability 0 (logp
+        -inf), or one that is not the certain one, statistic infinite, p 0.
 
     Raises:
         ValueError: a column is missing or not finite (logp may be -inf), a sign is impossible, no tokens.
@@ -277,13 +280,15 @@ def likelihood_z(tokens: pd.DataFrame) -> Likelihood:
 
 
 def tost(tokens: pd.DataFrame, margin: float, level: float = 0.05) -> Equivalence:
-    """Two one-sided tests of |mean(log p + H)| < margin (Schuirmann 1987, doi:10.1007/BF01068419).
+    """Two one-sided tests of ``|mean(log p + H)| < margin`` (Schuirmann 1987, doi:10.1007/BF01068419).
 
     The standard error is the one of :func:`likelihood_z`. The margin is fixed before the run, and so is N: see
     :func:`tost_power`.
 
     Args:
-        tokens: as for :func:`likelihood_z`. margin: nat per token, > 0. level: of the declaration, for the power.
+        tokens: as for :func:`likelihood_z`.
+        margin: nat per token, > 0.
+        level: of the declaration, for the power.
 
     Returns:
         Equivalence; equal up to the margin is declared where pvalue <= level.

@@ -36,7 +36,10 @@ def forward_times(
     machine falls on all of them alike.
 
     Args:
-        models: name -> model (``specdec.models``); lengths: the n to measure, each >= 1; context: ids put in the cache.
+        models: name -> model (``specdec.models``).
+        lengths: the n to measure, each >= 1.
+        context: ids put in the cache.
+        repeats: how many visits to each.
 
     Yields:
         {"model", "n", "repeat", "context", "seconds"}; repeat counts from 0.

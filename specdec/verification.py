@@ -23,7 +23,9 @@ def acceptance(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor) -> torch
     """P(draft token i is kept | those before it are): min(1, p_i(x_i) / q_i(x_i)).
 
     Args:
-        p: (K, V) or (K + 1, V), the target's laws; q: (K, V), the laws the tokens were drawn from; drafted: (K,) ids.
+        p: (K, V) or (K + 1, V), the target's laws.
+        q: (K, V), the laws the tokens were drawn from.
+        drafted: (K,) ids.
 
     Returns:
         (K,), in the type of p.
@@ -38,10 +40,12 @@ def residual(p: torch.Tensor, q: torch.Tensor, weight: torch.Tensor | float = 1.
     """The law of the token that replaces a rejected one: norm(max(0, weight * p - q)).
 
     Args:
-        p, q: (..., V); weight: a number, or (..., 1).
+        p, q: (..., V).
+        weight: a number, or (..., 1).
 
     Returns:
-        (..., V). Where nothing is left (p == q up to rounding), p itself: the limit in which rejection has probability 0.
+        (..., V). Where nothing is left (p == q up to rounding), p itself, the limit in which rejection has
+        probability 0.
     """
     excess = (weight * p - q).clamp(min=0)
     total = excess.sum(-1, keepdim=True)
@@ -54,12 +58,14 @@ def law(
     """What verification does with one draft, as probabilities.
 
     Args:
-        p: (K + 1, V), the target's law at each draft position and after the last; q: (K, V); drafted: (K,) ids.
+        p: (K + 1, V), the target's law at each draft position and after the last.
+        q: (K, V), the laws the tokens were drawn from.
+        drafted: (K,) ids.
         rule: "token" or "block".
 
     Returns:
-        stop: (K + 1,), P(exactly i draft tokens are kept), i = 0..K.
-        next: (K + 1, V), the law of the token emitted after i kept ones: residual for i < K, p_(K+1) (bonus) for i = K.
+        ``stop`` (K + 1,), P(exactly i draft tokens are kept), i = 0..K; and ``next`` (K + 1, V), the law of the token
+        emitted after i kept ones, the residual for i < K and p_(K+1) (bonus) for i = K.
 
     Raises:
         ValueError: shapes do not fit, an unknown rule, or a drafted id with q = 0.

@@ -6,8 +6,10 @@ import json
 
 import matplotlib
 import matplotlib.pyplot as plt
+import nbformat
 import pandas as pd
 import seaborn as sns
+import yaml
 from IPython.display import SVG, display
 
 from specdec.study.configurations import ROOT
@@ -57,7 +59,11 @@ def origin(machine: str, configurations=None) -> dict:
 
 def origin_line(machine: str, configurations=None) -> str:
     """The line under every figure."""
-    facts = origin(machine, configurations)
+    return line(origin(machine, configurations))
+
+
+def line(facts: dict) -> str:
+    """The same, from what :func:`origin` found and a figure's JSON keeps."""
     return f"{facts['cpu']} · {facts['date']} · {', '.join(facts['profile'])} · commit {', '.join(facts['commit'])}"
 
 
@@ -67,7 +73,13 @@ def keep(figure, name: str, data: pd.DataFrame, machine: str, source: dict, conf
     Args:
         data: the rows that are drawn; machine, configurations: whose records they are.
         source: the notebook and its parameters, as in ``specdec.study.chapter.Chapter``.
+
+    Raises:
+        ValueError: a figure without a title, or without a caption and an alternative text in the notebook.
     """
+    text = {"title": figure.get_suptitle() or figure.axes[0].get_title()} | described(source["notebook"], name)
+    if not all(text.values()):
+        raise ValueError(f"figure {name!r} has no {' and no '.join(key for key in text if not text[key])}")
     FOLDER.mkdir(parents=True, exist_ok=True)
     figure.supxlabel(origin_line(machine, configurations), fontsize=8, color="#555555")
     for kind in ("svg", "png"):
@@ -77,6 +89,31 @@ def keep(figure, name: str, data: pd.DataFrame, machine: str, source: dict, conf
     plt.close(figure)
     write_text(FOLDER / f"{name}.csv", data.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
     notebook, parameters = source["notebook"], {k: v for k, v in source.items() if k != "notebook"}
-    facts = origin(machine, configurations) | {"id": name, "notebook": notebook, "parameters": parameters}
-    write_text(FOLDER / f"{name}.json", json.dumps(facts, indent=1, sort_keys=True) + "\n")
+    facts = origin(machine, configurations) | {"id": name, "notebook": notebook, "parameters": parameters} | text
+    write_text(FOLDER / f"{name}.json", json.dumps(facts, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
     display(SVG((FOLDER / f"{name}.svg").read_text(encoding="utf-8")))
+
+
+def described(notebook: str, name: str) -> dict[str, str]:
+    """Caption and alternative text of a figure. They are written once, in the metadata of the cell that draws it."""
+    shown = _metadata(notebook).get(name)
+    if shown is None:
+        raise ValueError(f"{notebook} has no cell whose metadata describe a figure `fig-{name}`")
+    return {"caption": shown["figure"].get("caption", ""), "alt": shown.get("image", {}).get("alt", "")}
+
+
+def kept(machine: str) -> list[dict]:
+    """The JSON of every figure of the book of ``machine``, in the order of the book; none of an earlier book."""
+    toc = yaml.safe_load((ROOT / "book" / "_toc.yml").read_text(encoding="utf-8"))
+    files = [chapter["file"] for part in toc["parts"] for chapter in part["chapters"]]
+    notebooks = [f"notebooks/analyse/{file.split('/')[1]}.ipynb" for file in files if file.startswith("notebooks/")]
+    paths = [FOLDER / f"{name}.json" for notebook in notebooks for name in _metadata(notebook)]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
+    return [facts for facts in found if facts["parameters"]["machine"] == machine]
+
+
+def _metadata(notebook: str) -> dict[str, dict]:
+    """What the cells of a notebook say of their figures, by id."""
+    cells = nbformat.read(ROOT / notebook, as_version=4).cells
+    shown = [cell.metadata["mystnb"] for cell in cells if "figure" in cell.metadata.get("mystnb", {})]
+    return {entry["figure"]["name"].removeprefix("fig-"): entry for entry in shown}

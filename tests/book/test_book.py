@@ -17,7 +17,8 @@ from specdec.study import configurations, execute, records
 from specdec.study.configurations import ROOT
 
 CHAPTERS = ["verification-cost", "acceptance", "speedup", "equivalence", "overview"]
-PAGES = ["index", "method", "discussion", "reproduce", "records", "references"] + [f"notebooks/{c}" for c in CHAPTERS]
+TEXTS = ["method", "discussion", "reproduce", "contribute", "cite", "glossary", "reference", "records", "references"]
+PAGES = ["index", *TEXTS, "notebooks/figures"] + [f"notebooks/{c}" for c in CHAPTERS]
 FIGURES = ["verification-cost", "survival", "speedup-by-k", "speedup-by-configuration", "pooled-null", "pit"]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -87,19 +88,19 @@ def test_figures_have_all_their_files_and_an_origin(book):
             assert (book / "figures" / f"{name}.{kind}").stat().st_size > 50
         assert len(pd.read_csv(book / "figures" / f"{name}.csv")) > 0
         origin = json.loads((book / "figures" / f"{name}.json").read_text())
-        assert {"machine", "date", "commit", "profile", "notebook", "cpu"} <= set(origin)
+        assert {"machine", "date", "commit", "profile", "notebook", "cpu", "title", "caption", "alt"} <= set(origin)
         assert (ROOT / origin["notebook"]).exists()
 
 
 def test_pictures_have_alt_texts_that_say_something(pages):
     shown = [p for page in pages.values() for p in page.pictures if "_images" in p["src"]]
-    assert len(shown) == len(FIGURES)
+    assert len(shown) == 2 * len(FIGURES)  # in a chapter, and on the page of figures
     assert all(len(p.get("alt", "")) > 40 and not p["alt"].endswith((".svg", ".png")) for p in shown)
 
 
 def test_pages_say_where_their_numbers_come_from(book, checkout):
     machine = records_of(checkout).name
-    for chapter in CHAPTERS:
+    for chapter in [*CHAPTERS, "figures"]:
         text = (book / "notebooks" / f"{chapter}.html").read_text()
         assert "Last measured" in text and machine in text and f"notebooks/analyse/{chapter}.ipynb" in text
 
