@@ -19,11 +19,8 @@ class Chapter:
     notebook: str
 
     def keep(self, figure, name: str, data: pd.DataFrame, chosen=None, machine: str | None = None) -> None:
-        """Keep and show a figure (:func:`specdec.study.figures.keep`) with its downloads; ``machine`` if not the page's."""
+        """Keep and show a figure (:func:`specdec.study.figures.keep`); ``machine`` if not the page's."""
         figures.keep(figure, name, data, machine or self.machine, asdict(self), chosen)
-        up = "../" if "index" not in self.notebook else ""
-        links = (f'<a href="{up}figures/{name}.{kind}">{kind.upper()}</a>' for kind in ("svg", "png", "csv", "json"))
-        say(f"Figure `{name}`: " + " · ".join(links))
 
 
 def begin(machine: str, published: str, notebook: str) -> Chapter:
