@@ -19,9 +19,8 @@ class Chapter:
     notebook: str
 
     def keep(self, figure, name: str, data: pd.DataFrame, chosen=None, machine: str | None = None) -> None:
-        """Keep and show a figure (:func:`specdec.study.figures.keep`) with its downloads; ``machine`` if not the page's."""
+        """Keep and show a figure (:func:`specdec.study.figures.keep`); ``machine`` if not the page's."""
         figures.keep(figure, name, data, machine or self.machine, asdict(self), chosen)
-        say(self.downloads(name))
 
     def downloads(self, name: str) -> str:
         """A line with a figure's id and its four files."""
