@@ -26,7 +26,7 @@ if not MEASURED and not (records.RESULTS / MACHINE).is_dir():
 COMMITTED = sorted({MACHINE, *PUBLISHED[:1]} - ({LOCAL.name} if MEASURED else set()))
 
 FILES = {"latency": ["latency.csv", "bandwidth.csv"], "decode": ["answers.csv", "rounds.csv"], "sample": ["tokens.csv"]}
-CHAPTERS = ["verification-cost", "acceptance", "speedup", "equivalence", "overview"]
+CHAPTERS = ["verification-cost", "acceptance", "speedup", "explore", "equivalence", "overview"]
 NOTEBOOKS = ["book/index.ipynb", *expand("book/notebooks/{chapter}.ipynb", chapter=CHAPTERS)]
 
 
@@ -141,7 +141,7 @@ rule analyse:
         records=RECORDS + sources(*[f"data/results/{name}/**/*.*" for name in COMMITTED]),
         paper="data/paper.yml",
         study="data/configurations.yml",
-        code=sources("specdec/*.py", "specdec/study/*.py"),
+        code=sources("specdec/*.py", "specdec/study/*.py", "specdec/study/*.html"),
     output:
         "book/{folder,(notebooks/)?}{chapter,[a-z-]+}.ipynb",
     params:

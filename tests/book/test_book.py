@@ -16,7 +16,7 @@ import pytest
 from specdec.study import configurations, execute, records
 from specdec.study.configurations import ROOT
 
-CHAPTERS = ["verification-cost", "acceptance", "speedup", "equivalence", "overview"]
+CHAPTERS = ["verification-cost", "acceptance", "speedup", "explore", "equivalence", "overview"]
 PAGES = ["index", "method", "discussion", "reproduce", "records", "references"] + [f"notebooks/{c}" for c in CHAPTERS]
 FIGURES = ["verification-cost", "survival", "speedup-by-k", "speedup-by-configuration", "pooled-null", "pit"]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
