@@ -27,7 +27,7 @@ if not MEASURED and not (records.RESULTS / MACHINE).is_dir():
 COMMITTED = sorted({MACHINE, *PUBLISHED[:1]} - ({LOCAL.name} if MEASURED else set()))
 
 FILES = {"latency": ["latency.csv", "bandwidth.csv"], "decode": ["answers.csv", "rounds.csv"], "sample": ["tokens.csv"]}
-CHAPTERS = ["verification-cost", "acceptance", "speedup", "equivalence", "overview"]
+CHAPTERS = ["verification-cost", "acceptance", "speedup", "explore", "equivalence", "overview"]
 EXECUTED = expand("book/notebooks/{chapter}.ipynb", chapter=CHAPTERS)
 
 
@@ -161,7 +161,7 @@ rule analyse:
         records=RECORDS + sources(*[f"data/results/{name}/**/*.*" for name in COMMITTED]),
         paper="data/paper.yml",
         study="data/configurations.yml",
-        code=sources("specdec/*.py", "specdec/study/*.py"),
+        code=sources("specdec/*.py", "specdec/study/*.py", "specdec/study/*.html"),
         earlier=earlier,
     output:
         "book/{folder,(notebooks/)?}{chapter,[a-z-]+}.ipynb",

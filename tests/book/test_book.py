@@ -14,7 +14,7 @@ import pytest
 from specdec.study import configurations, execute, records
 from specdec.study.configurations import ROOT
 
-CHAPTERS = ["verification-cost", "acceptance", "speedup", "equivalence", "overview"]
+CHAPTERS = ["verification-cost", "acceptance", "speedup", "explore", "equivalence", "overview"]
 TEXTS = ["method", "discussion", "reproduce", "contribute", "cite", "glossary", "reference", "records", "references"]
 PAGES = ["index", *TEXTS, "notebooks/figures"] + [f"notebooks/{c}" for c in CHAPTERS]
 FIGURES = ["verification-cost", "survival", "speedup-by-k", "speedup-by-configuration", "pooled-null", "pit"]

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from specdec import costmodel
-from specdec.study import claims, records, tables
+from specdec.study import claims, explore, records, tables
 
 
 def make(folder, per_token, acceptance=(3, 1, 0), v=None, name="cpu-bf16"):
@@ -158,3 +158,16 @@ def test_a_second_mechanism_verdict(machine):
     make(machine, {0: many, 2: [p / 0.8 for p in many]}, v={1: 1.0, 3: 2.0, 5: 3.0}, name="cpu-fp32")
     assert claims.verdicts("box")["mechanism"].verdict == claims.HOLDS
     assert claims.verdicts("box")["some-decelerate"].found.startswith("1 of 2")
+
+
+def test_the_interactive_page_starts_from_what_was_measured(machine):
+    make(machine, {0: [1.0, 1.0], 2: [0.5, 0.6], 4: [0.7, 0.8]})
+    make(machine, {0: [1.0], 2: [0.5]}, name="prompt-lookup", v={1: 1.0, 2: 1.7, 3: 1.1, 5: 1.2})
+    every, code, lookup, _ = explore.starts("box", note=" (there)")
+    assert (every["name"], every["domain"], code["domain"]) == ("cpu-bf16 (there)", "all domains", "code")
+    assert (every["k"], every["c"], every["o"], every["a"]) == (2, 0.2, 0.2, 0.62)  # a + a^2 = 1: two tokens a round
+    assert every["v"] == [[1, 1.0], [3, pytest.approx(1.1)], [5, pytest.approx(1.2)]]
+    assert explore.speedup(every, 2) == pytest.approx(2 / (2 * 0.2 + 1.1 + 0.2), rel=0.01)
+    assert [(p["k"], p["few"], "low" in p) for p in every["points"]] == [(2, True, True), (4, True, True)]
+    assert lookup["v"] == [[1, 1.0], [3, pytest.approx(1.1)]]  # at the measured K only
+    assert "low" not in lookup["points"][0] and explore.html([lookup])  # JSON knows no NaN
