@@ -22,7 +22,6 @@ ALLOWED = [
     re.compile(r"`[A-Za-z][^`]*`"),  # code: names of files, parameters, configurations
     re.compile(r"\b9[05] %(?= (?:t )?(?:interval|range|of the bars))"),  # levels of intervals are chosen
     re.compile(r"\b[tv]\(1\)|\bv = 1\b|\bmeasured − 1\||\btemperature 1\b"),  # definitions where no formula can stand
-    re.compile(r"\bto [01]\b(?!\.\d)|\bCC BY 4.0\b"),  # the ends of a scale, the licence
     re.compile(r"\b[A-Za-z]\w*"),  # names: float32, bf16
 ]
 
