@@ -24,7 +24,7 @@ def faults(folder: Path) -> list[str]:
             found.append(f"{path}: not executed to its end")
         if any(output.get("name") == "stderr" for cell in cells for output in cell.outputs):
             found.append(f"{path}: a cell wrote to stderr, which would stand on the page")
-        if any(output.output_type == "execute_result" for cell in cells for output in cell.outputs):
+        if any(set(output.get("data", ())) == {"text/plain"} for cell in cells for output in cell.outputs):
             found.append(f"{path}: a cell ends in a bare value, which would stand on the page")
     return found
 

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from specdec.study import pdf
 from specdec.study.configurations import ROOT
 
 
@@ -56,5 +57,18 @@ def _fresh(folder):
 def book(checkout, run, smollm2):
     """The smoke study, measured and rendered in a fresh checkout: the folder of its pages."""
     result = run(checkout, "book")
-    assert result.returncode == 0, result.stdout + result.stderr
+    if result.returncode:  # in short: hundreds of tests stand on it
+        pytest.fail("\n".join((result.stdout + result.stderr).splitlines()[-40:]), pytrace=False)
     return checkout / "_build" / "html"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, closed at the end of each file: playwright's event loop would be in the way of papermill's."""
+    api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright (in requirements.txt)")
+    try:
+        path = pdf.browser()
+    except pdf.NoBrowser:
+        pytest.skip("needs Chromium (Debian, Ubuntu: apt install chromium)")
+    with api.sync_playwright() as playwright, playwright.chromium.launch(executable_path=path) as browser:
+        yield browser

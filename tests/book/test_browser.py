@@ -1,7 +1,6 @@
 """Every page in a real browser, opened from disk: offline, at two widths, in both colour schemes, by keyboard, by axe."""
 
 import re
-import shutil
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,37 +8,11 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 import pytest
-import yaml
+from test_book import PAGES
 
-from specdec.study.configurations import ROOT
-
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (in requirements.txt)")
-axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python (as above)")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian, Ubuntu: apt install chromium)"),
-]
+pytestmark = pytest.mark.browser
 
 SIZES = {"wide": {"width": 1280, "height": 800}, "phone": {"width": 360, "height": 740}}
-
-
-def listed(entry):
-    """The pages of a table of contents."""
-    if isinstance(entry, list):
-        return [page for item in entry for page in listed(item)]
-    own = [entry[key] for key in ("root", "file") if key in entry]
-    return own + [page for key in ("parts", "chapters", "sections") for page in listed(entry.get(key, []))]
-
-
-PAGES = [*listed(yaml.safe_load((ROOT / "book" / "_toc.yml").read_text())), "search", "genindex"]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """One for all: closed at the end of this file, since its event loop would be in the way of papermill's."""
-    with playwright.sync_playwright() as running, running.chromium.launch(executable_path=CHROMIUM) as browser:
-        yield browser
 
 
 @contextmanager
@@ -58,7 +31,8 @@ def visit(browser, address, scheme="light", size="wide"):
         yield seen
 
 
-VIEWS = [(page, scheme, size) for page in PAGES for scheme in ("light", "dark") for size in SIZES]
+EVERY = [*PAGES, "search", "genindex", "py-modindex"]
+VIEWS = [(page, scheme, size) for page in EVERY for scheme in ("light", "dark") for size in SIZES]
 
 
 @pytest.fixture(scope="module", params=VIEWS, ids=" ".join)
@@ -107,6 +81,7 @@ def test_headings_are_in_order(seen):
 
 
 def test_axe_finds_nothing_serious(seen):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
     assert seen.page.evaluate("document.documentElement.dataset.theme") == seen.scheme
     found = axe.Axe().run(seen.page, options={"resultTypes": ["violations"]}).response["violations"]
     assert [

@@ -1,15 +1,12 @@
 """The interactive page in a real browser: its formula is that of specdec.costmodel, and it needs nothing but its file."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
 
 from specdec import costmodel
 from specdec.study import explore, records, tables
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 CURVES = {  # n -> v(n): one that jumps, one that is nearly free and short
     "jagged": {1: 1.0, 2: 1.52, 3: 1.85, 4: 1.71, 5: 1.55, 7: 1.9, 9: 2.3, 13: 2.9, 17: 3.6},
@@ -32,17 +29,6 @@ def start(name, **values):
     }
     v = [[n, cost] for n, cost in CURVES[name].items()]
     return text | {"v": v, "points": points, "k": 4, "a": 0.72, "c": 0.31, "o": 0.03} | values
-
-
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium (Debian, Ubuntu: apt install chromium)")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
