@@ -63,7 +63,7 @@ def constant_acceptance(tau: float, k: int) -> float:
 
 
 def speedup(start: dict, k: int, scale: float = 1.0, **changed: float) -> float:
-    """What the page shows for a starting point at ``k``: c, a or o changed, what v has above one times ``scale``."""
+    """What the page shows for a starting point at ``k``: c, a or o changed, v's distance from one times ``scale``."""
     values = start | changed
     n, v = np.array(start["v"]).T
     wide = 1 + scale * (float(np.interp(k + 1, n, v)) - 1)
