@@ -110,10 +110,11 @@ def verdicts(machine: str) -> dict[str, Verdict]:
     return {name: _VERDICTS[name](machine, entry["values"]) for name, entry in paper()["claims"].items()}
 
 
-def _at(machine, configuration, temperature=None):
+def _at(machine, configuration):
+    """Every K of one configuration over all domains, greedy."""
     table = tables.speedups(machine)
     table = table[(table.configuration == configuration) & (table.domain == "all")]
-    return table[table.temperature == (table.temperature.min() if temperature is None else temperature)]
+    return table[table.temperature == table.temperature.min()]
 
 
 def _best_speedup(machine, values):
