@@ -83,6 +83,7 @@ def test_headings_are_in_order(seen):
 def test_axe_finds_nothing_serious(seen):
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
     assert seen.page.evaluate("document.documentElement.dataset.theme") == seen.scheme
+    assert seen.page.evaluate("document.getAnimations().length") == 0
     found = axe.Axe().run(seen.page, options={"resultTypes": ["violations"]}).response["violations"]
     assert [
         f"{rule['id']}: {node['html'][:200]} {node['failureSummary']}"
