@@ -26,7 +26,13 @@ if not MEASURED and not (records.RESULTS / MACHINE).is_dir():
 # Records that are there before anything runs; what is measured now is an output of its own rules.
 COMMITTED = sorted({MACHINE, *PUBLISHED[:1]} - ({LOCAL.name} if MEASURED else set()))
 
-FILES = {"latency": ["latency.csv", "bandwidth.csv"], "decode": ["answers.csv", "rounds.csv"], "sample": ["tokens.csv"]}
+FILES = {
+    "latency": ["latency.csv", "bandwidth.csv"],
+    "decode": ["answers.csv", "rounds.csv"],
+    "sample": ["tokens.csv"],
+    "rows": ["onestep.csv", "passes.csv"],
+    "repeats": ["repeats.csv"],
+}
 CHAPTERS = ["verification-cost", "acceptance", "speedup", "explore", "equivalence", "overview"]
 EXECUTED = expand("book/notebooks/{chapter}.ipynb", chapter=CHAPTERS)
 

@@ -86,7 +86,10 @@ class Decode(Record):
 
 
 class Sample(Record):
-    """Parameters of ``sample``: ``answers`` at T = 1 a prompt and arm, the speculative arm with draft length k."""
+    """Parameters of ``sample``: ``answers`` at T = 1 a prompt and arm, the speculative arm with draft length k.
+
+    End tokens do not end an answer: the number of tokens is fixed before the run.
+    """
 
     prompts: Annotated[dict[Domain, Count], Field(min_length=1)]
     answers: Annotated[int, Field(ge=2)]
@@ -95,7 +98,34 @@ class Sample(Record):
     seed: int
 
 
-STEPS = {"latency": Latency, "decode": Decode, "sample": Sample}
+class Rows(Record):
+    """Parameters of ``rows``: one round behind the first ``start`` tokens of an answer, and the passes of the whole answer."""
+
+    prompts: Annotated[dict[Domain, Count], Field(min_length=1)]
+    k: Count
+    start: Count
+    max_new_tokens: Count
+    draws: Annotated[int, Field(ge=1000)]
+    seed: int
+
+    @model_validator(mode="after")
+    def _inside(self):
+        if self.start > self.max_new_tokens:
+            raise ValueError("start must lie within the answer: at most max_new_tokens")
+        return self
+
+
+class Repeats(Record):
+    """Parameters of ``repeats``: so many arms (``batches``) of the target alone, drawn by transformers, each as large as one of ``sample``."""
+
+    prompts: Annotated[dict[Domain, Count], Field(min_length=1)]
+    answers: Annotated[int, Field(ge=2)]
+    batches: Annotated[int, Field(ge=2)]
+    max_new_tokens: Count
+    seed: int
+
+
+STEPS = {"latency": Latency, "decode": Decode, "sample": Sample, "rows": Rows, "repeats": Repeats}
 
 
 class Plan(Record):
@@ -104,6 +134,17 @@ class Plan(Record):
     latency: Latency
     decode: Decode
     sample: Sample | None = None
+    rows: Rows | None = None
+    repeats: Repeats | None = None
+
+    @model_validator(mode="after")
+    def _alike(self):
+        same = ("prompts", "answers", "max_new_tokens")
+        if self.repeats and (
+            not self.sample or any(getattr(self.repeats, name) != getattr(self.sample, name) for name in same)
+        ):
+            raise ValueError("repeats must have the prompts, answers and max_new_tokens of sample")
+        return self
 
     def steps(self) -> dict[str, Record]:
         """The steps that are measured, by name."""
