@@ -41,7 +41,7 @@ study: .venv/.stamp
 	@$(RUN) $(SNAKEMAKE) --config profile=$(PROFILE) $(CONFIG) -- study || $(FAILED)
 
 test: .venv/.stamp
-	@$(RUN) -m pytest $(ARGS)
+	@$(RUN) -m pytest -n 2 --dist loadgroup $(ARGS)
 
 clean:
 	@rm -rf _build book/notebooks book/generated
