@@ -97,6 +97,15 @@ def lossless(machine: str, configuration: str) -> str:
     return text[0].upper() + text[1:]
 
 
+def main_tokens(machine: str) -> pd.DataFrame:
+    """Sampled tokens of the leading configuration, or of the first that has some where that one has none."""
+    tokens, lead = tables.records(machine, "tokens"), leading(machine)
+    for name in [*([] if lead is None else [lead.configuration]), *study().configurations]:
+        if (tokens.configuration == name).any():
+            return tokens[tokens.configuration == name]
+    return tokens
+
+
 def sampled(tokens: pd.DataFrame) -> str:
     """What the calibrated tests say of one configuration's sampled tokens, and whether equivalence was shown."""
     tests, spec = tables.family(tokens), tokens[tokens.arm == "speculative"]
@@ -195,17 +204,13 @@ def _acceptance_falls(machine, values):
 
 
 def _pooled_test(machine, values):
-    tokens = tables.records(machine, "tokens")
+    tokens = main_tokens(machine)
     if tokens.empty:
         return Verdict(UNTESTED, "no sampled tokens")
-    row = leading(machine)
-    tokens = tokens[tokens.configuration == row.configuration]
-    if tokens.empty:
-        return Verdict(UNTESTED, "no sampled tokens of the leading configuration")
     test = tables.pooled(tokens).iloc[0]
     found = (
-        f"chi-squared {test.statistic:.1f}, {test.dof} degrees of freedom, p = {test.pvalue:.3f}, "
-        f"{test.tokens_first:,} tokens an arm"
+        f"chi-squared {test.statistic:.1f}, {test.dof} degrees of freedom, p = {test.pvalue:.3f} "
+        f"if tokens were independent and {test.permuted.pvalue:.3f} by exchange of answers, {test.tokens_first:,} tokens an arm"
     )
     if test.dof == 0:
         return Verdict(UNTESTED, f"too few tokens: {found}")
