@@ -111,7 +111,7 @@ def sampled(tokens: pd.DataFrame) -> str:
     tests, spec = tables.family(tokens), tokens[tokens.arm == "speculative"]
     tost = equivalence.tost(spec, tables.MARGIN, tables.ALPHA)
     seen = "a difference from" if tests.holm.min() <= tables.ALPHA else "no difference from"
-    equal = "shown" if tost.pvalue <= tables.ALPHA else f"not shown by so few (power {tost.power:.2f})"
+    equal = "shown" if tost.pvalue <= tables.ALPHA else f"not shown (power {tost.power:.2f})"
     return (
         f"{seen} the target's law was seen by {len(tests)} calibrated tests in {len(spec):,} sampled tokens an arm (smallest p "
         f"after Holm's correction {tests.holm.min():.2f}), and equality within {tables.MARGIN} nat a token was {equal}"

@@ -352,28 +352,51 @@ def block_shape(passes: pd.DataFrame) -> pd.DataFrame:
 def detections(data: pd.DataFrame) -> pd.DataFrame:
     """How often each level saw each planted fault, at the largest size tried, in the order of the records.
 
-    Columns: fault, module, level, size, repeats, detected, certain, largest_p, rate, low (Clopper and Pearson's; what is
-    certain, since nothing is drawn, has its rate).
+    Columns: those of the records; planted (not where the source was left as it is, to count false alarms); rate; low, the
+    lower bound of the power at confidence ``LEVEL`` (Clopper and Pearson, one-sided; of what is certain the rate); seen,
+    low >= ``SEEN``.
     """
     largest = data.groupby(["fault", "level"])["size"].transform("max")
     data = data[data["size"] == largest].reset_index(drop=True)
-    certain = data.certain.astype(bool)
-    rate = data.detected / data.repeats
-    return data.assign(certain=certain, rate=rate, low=rate.where(certain, _exact(data.detected, data.repeats)[0]))
+    certain, rate = data.certain.astype(bool), data.detected / data.repeats
+    tests = [stats.binomtest(k, n, alternative="greater") for k, n in zip(data.detected, data.repeats, strict=True)]
+    low = rate.where(certain, [test.proportion_ci(LEVEL).low for test in tests])
+    planted = data.module.fillna("") != ""
+    return data.assign(certain=certain, planted=planted, rate=rate, low=low, seen=low >= SEEN)
+
+
+def level_power(data: pd.DataFrame) -> pd.DataFrame:
+    """Each level and size of the sample: faults tried, how many were seen (as in :func:`detections`), rates.
+
+    Columns: level, size, faults, seen, rate (mean over faults), alarms (share of runs detected where nothing was planted).
+    """
+    rows = []
+    for (level, size), cell in data.groupby(["level", "size"], sort=False):
+        found = detections(cell)
+        faults, none = found[found.planted], found[~found.planted]
+        alarms = none.detected.sum() / none.repeats.sum() if len(none) else np.nan
+        rows.append(
+            {"level": level, "size": size, "faults": len(faults), "seen": int(faults.seen.sum())}
+            | {"rate": faults.rate.mean(), "alarms": alarms}
+        )
+    return pd.DataFrame(rows)
 
 
 def calibrated(data: pd.DataFrame) -> pd.DataFrame:
     """Rate of false alarms of each test under a true null, with Clopper and Pearson's interval.
 
-    Columns: test, dependence, repeats, level, rejected, rate, low, high.
+    Columns: test, dependence, repeats, level, rejected, rate, low, high; holm, of the exact one-sided test that the rate
+    is no more than the level, over all rows.
     """
-    low, high = _exact(data.rejected, data.repeats)
-    return data.assign(rate=data.rejected / data.repeats, low=low, high=high)
-
-
-def _exact(counts, of):
-    found = [stats.binomtest(int(k), int(n)).proportion_ci(LEVEL) for k, n in zip(counts, of, strict=True)]
-    return np.array([interval.low for interval in found]), np.array([interval.high for interval in found])
+    rows = list(zip(data.rejected, data.repeats, data.level, strict=True))
+    interval = [stats.binomtest(k, n).proportion_ci(LEVEL) for k, n, _ in rows]
+    above = [stats.binomtest(k, n, level, alternative="greater").pvalue for k, n, level in rows]
+    return data.assign(
+        rate=data.rejected / data.repeats,
+        low=[i.low for i in interval],
+        high=[i.high for i in interval],
+        holm=equivalence.holm(above),
+    )
 
 
 def _values(test):

@@ -243,7 +243,7 @@ def test_the_overview_and_the_chapter_read_the_same_tokens(machine):
 
 def test_equality_is_claimed_only_where_it_is_shown():
     few = sampled(**THREE).query("answer < 2")
-    assert claims.sampled(few).endswith("was not shown by so few (power 0.00)")
+    assert claims.sampled(few).endswith("was not shown (power 0.00)")
     many = pd.concat([sampled(seed, **THREE).assign(answer=lambda d, s=seed: d.answer + 8 * s) for seed in range(20)])
     assert claims.sampled(many).endswith("nat a token was shown")
 
@@ -289,14 +289,30 @@ def test_the_gap_is_that_of_rows_whose_favourite_flipped():
 
 def test_rates_have_exact_intervals():
     data = pd.DataFrame(
-        [("a", "draws", 500, 100, 90, False), ("a", "draws", 3000, 100, 100, False), ("a", "law", 1, 1, 1, True)],
-        columns=["fault", "level", "size", "repeats", "detected", "certain"],
+        [
+            ("none", None, "draws", 3000, 200, 2, False),
+            ("a", "drafts", "draws", 500, 100, 90, False),
+            ("a", "drafts", "draws", 3000, 100, 100, False),
+            ("b", "drafts", "draws", 3000, 300, 300, False),
+            ("a", "drafts", "law", 1, 1, 1, True),
+        ],
+        columns=["fault", "module", "level", "size", "repeats", "detected", "certain"],
     )
-    found = tables.detections(data).set_index("level")
-    assert (found.repeats["draws"], found.rate["draws"]) == (100, 1)  # the largest sample
-    assert found.low["draws"] == pytest.approx(0.025 ** (1 / 100)) and found.low["law"] == 1
-    alarms = tables.calibrated(pd.DataFrame({"repeats": [100], "rejected": [0], "level": 0.05})).iloc[0]
-    assert (alarms.rate, alarms.low) == (0, 0) and alarms.high == pytest.approx(1 - 0.025 ** (1 / 100))
+    found = tables.detections(data).set_index(["fault", "level"])
+    assert (found.repeats["a", "draws"], found.rate["a", "draws"]) == (100, 1)  # the largest sample
+    assert found.low["a", "draws"] == pytest.approx(0.05 ** (1 / 100)) and found.low["a", "law"] == 1
+    assert found[found.seen].index.tolist() == [("b", "draws"), ("a", "law")]  # 100 of 100 do not show 99 %
+    assert found.planted.sum() == 3
+    power = tables.level_power(data).set_index(["level", "size"])
+    assert power.loc[("draws", 3000)].tolist() == [2, 1, 1, 0.01]
+    assert power.rate["draws", 500] == 0.9 and np.isnan(power.alarms["draws", 500])
+
+
+def test_false_alarms_are_called_so_only_beyond_chance():
+    data = pd.DataFrame({"repeats": 100, "rejected": [0, 9, 50], "level": 0.05})
+    alarms = tables.calibrated(data)
+    assert (alarms.rate[0], alarms.low[0]) == (0, 0) and alarms.high[0] == pytest.approx(1 - 0.025 ** (1 / 100))
+    assert (alarms.holm <= tables.ALPHA).tolist() == [False, False, True]
 
 
 def test_each_refuting_observation_is_seen_where_it_is():
