@@ -24,8 +24,11 @@ class Chapter:
 
     def records(self, name: str) -> tuple[pd.DataFrame, str]:
         """A record file (:func:`specdec.study.tables.records`) of this machine or else of the published one; whose it is."""
-        own = tables.records(self.machine, name)
-        return (tables.records(self.published, name), self.published) if own.empty else (own, self.machine)
+        for machine in (self.machine, self.published):
+            data = tables.records(machine, name)
+            if len(data):
+                return data, machine
+        return data, self.machine
 
     def note(self, machine: str) -> str:
         """What is said behind results that are not this machine's."""

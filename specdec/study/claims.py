@@ -147,7 +147,7 @@ def refutations(tokens, steps, passes, greedy) -> pd.DataFrame:
 
     def text(table):
         alike, of = table.identical.sum(), table.answers.sum()
-        return f"{of - alike} of {of}", alike < of
+        return f"{of - alike} of {of} answers", alike < of
 
     def tests(table):
         smallest = tables.family(table).holm
