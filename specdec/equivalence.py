@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
-from scipy import stats
+from scipy import special, stats
 
 # Rows of probabilities come as float32: sums and cumulative sums are off by about 1e-6.
 _ROUNDING = 1e-4
@@ -322,6 +322,40 @@ def tost_power(margin: float, standard_error: float, level: float = 0.05) -> flo
     return float(max(0.0, 2 * stats.norm.cdf(margin / standard_error - stats.norm.isf(level)) - 1))
 
 
+def chi2_reach(dof: int, tokens_a: int, tokens_b: int, level: float = 0.05, power: float = 0.8) -> float:
+    """The total variation from which :func:`two_sample_chi2` sees a difference with ``power``, whatever its shape.
+
+    From the noncentral chi-squared law. Two laws at distance d have a noncentrality of at least
+    4 d^2 / (1 / tokens_a + 1 / tokens_b), reached where the difference is in proportion to the counts. For independent
+    draws, and differences between cells: what lies inside the rest cell is not seen at all. At most 1.
+
+    Raises:
+        ValueError: dof < 1 (one cell sees nothing), an empty sample, level or power outside (0, 1), power < level.
+    """
+    if not (dof >= 1 and tokens_a > 0 and tokens_b > 0):
+        raise ValueError(f"dof must be >= 1 and both samples hold tokens, not {dof}, {tokens_a} and {tokens_b}")
+    _level_and_power(level, power)
+    noncentrality = special.chndtrinc(stats.chi2.isf(level, dof), dof, 1 - power)
+    return float(min(1, np.sqrt(noncentrality * (1 / tokens_a + 1 / tokens_b) / 4)))
+
+
+def mean_reach(standard_error: float, level: float = 0.05, power: float = 0.8) -> float:
+    """The shift of the mean of log p + H (nat per token) that :func:`likelihood_z` sees with ``power``: 2.8 SE."""
+    _level_and_power(level, power)
+    return float((stats.norm.isf(level / 2) + stats.norm.ppf(power)) * standard_error)
+
+
+def temperature_reach(tokens: pd.DataFrame, level: float = 0.05, power: float = 0.8) -> float:
+    """The temperature T < 1, in units of the right one, from which down :func:`likelihood_z` sees with ``power``.
+
+    To first order, drawing at T moves the mean of log p by (1 / T - 1) times the mean varentropy. Of nothing but certain
+    tokens 0: no temperature changes them.
+    """
+    _, standard_error, _ = _martingale(tokens)
+    varentropy = tokens["varentropy"].mean()
+    return float(1 / (1 + mean_reach(standard_error, level, power) / varentropy)) if varentropy > 0 else 0.0
+
+
 def holm(pvalues: ArrayLike) -> np.ndarray:
     """Holm's adjusted p-values of one family, (m,) -> (m,) in the given order; <= level rejects (Holm 1979).
 
@@ -368,6 +402,11 @@ def _same_index(a, b):
     # Two value_counts() are sorted by frequency, each in its own order: as bare arrays they would be compared wrongly.
     if isinstance(a, pd.Series) and isinstance(b, pd.Series) and not a.index.equals(b.index):
         raise ValueError("the two Series have different indices: reindex them to the same categories")
+
+
+def _level_and_power(level, power):
+    if not 0 < level <= power < 1:
+        raise ValueError(f"level and power must lie in (0, 1), power no less than level, not {level!r} and {power!r}")
 
 
 def _columns(tokens, *names):

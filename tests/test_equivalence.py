@@ -461,3 +461,46 @@ def test_holm():
 def test_no_torch():
     code = "import sys, specdec.equivalence, specdec.costmodel; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- reach --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "distance"), [(2_000, 0.117), (5_000, 0.074), (10_000, 0.053), (50_000, 0.0235)])
+def test_reach_of_the_two_sample_test(tokens, distance):
+    assert eq.chi2_reach(200, tokens, tokens) == pytest.approx(distance, rel=0.01)
+    assert eq.chi2_reach(200, tokens, 10**9) == pytest.approx(distance / np.sqrt(2), rel=0.01)
+
+
+@pytest.mark.parametrize(("seed", "spread"), [(26, True), (27, False)])
+def test_what_lies_at_the_reach_is_seen_four_times_in_five(seed, spread):
+    """The worst case, a difference in proportion to the counts, has just that power; one in two cells has more."""
+    rng, size, draws = np.random.default_rng(seed), 20, 2000
+    distance = eq.chi2_reach(size - 1, draws, draws)
+    shift = np.full(size, distance / size) if spread else np.r_[np.full(2, distance / 2), np.zeros(size - 2)]
+    shift[::2] *= -1
+    p, q = 1 / size + shift, 1 / size - shift
+    seen = [eq.two_sample_chi2(rng.multinomial(draws, p), rng.multinomial(draws, q)).pvalue < 0.05 for _ in range(400)]
+    assert np.abs(np.mean(seen) - 0.8) < 0.08 if spread else np.mean(seen) > 0.95
+
+
+def test_a_temperature_at_the_reach_is_seen_four_times_in_five():
+    rng = np.random.default_rng(28)
+    law = rough_law(30, rng)
+    temperature = eq.temperature_reach(scored(law, *chain(law, 100, 60, rng)))
+    assert 0.9 < temperature < 0.99
+    own = heated(law, temperature)
+    seen = [eq.likelihood_z(scored(law, *chain(own, 100, 60, rng))).pvalue < 0.05 for _ in range(200)]
+    assert 0.68 < np.mean(seen) < 0.92  # four standard errors
+
+
+def test_reach_by_hand_and_at_the_edges():
+    assert eq.mean_reach(0.01) == pytest.approx(0.0280, abs=5e-5)
+    assert eq.chi2_reach(200, 20, 20) == 1
+    certain = pd.DataFrame({"logp": [0.0], "entropy": [0.0], "varentropy": [0.0]})
+    assert eq.temperature_reach(certain) == 0
+    for bad in ((0, 10, 10), (5, 0, 10), (5, 10, 10, 0.0), (5, 10, 10, 0.05, 1.0), (5, 10, 10, 0.5, 0.1)):
+        with pytest.raises(ValueError):
+            eq.chi2_reach(*bad)
+    with pytest.raises(ValueError, match="power"):
+        eq.mean_reach(1.0, power=2)

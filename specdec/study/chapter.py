@@ -22,6 +22,18 @@ class Chapter:
         """Keep and show a figure (:func:`specdec.study.figures.keep`); ``machine`` if not the page's."""
         figures.keep(figure, name, data, machine or self.machine, asdict(self), chosen)
 
+    def records(self, name: str) -> tuple[pd.DataFrame, str]:
+        """A record file (:func:`specdec.study.tables.records`) of this machine or else of the published one; whose it is."""
+        for machine in (self.machine, self.published):
+            data = tables.records(machine, name)
+            if len(data):
+                return data, machine
+        return data, self.machine
+
+    def note(self, machine: str) -> str:
+        """What is said behind results that are not this machine's."""
+        return "" if machine == self.machine else f" (Records of the published machine `{machine}`.)"
+
     def downloads(self, name: str) -> str:
         """A line with a figure's id and its four files."""
         up = "../" if "index" not in self.notebook else ""

@@ -86,15 +86,7 @@ def lossless(machine: str, configuration: str) -> str:
     tokens = tables.records(machine, "tokens")
     tokens = tokens[tokens.configuration == configuration]
     if len(tokens):
-        test = equivalence.permutation_test(tokens)
-        seen = (
-            "a difference from the target's law was seen"
-            if test.pvalue < 0.05
-            else "no difference from the target's law was seen"
-        )
-        parts.append(
-            f"{seen} in {len(tokens) // 2:,} sampled tokens an arm (permutation of whole answers, p = {test.pvalue:.2f})"
-        )
+        parts.append(sampled(tokens))
     if len(greedy):
         parts.append(
             f"{greedy.identical.sum()} of {greedy.answers.sum()} greedy answers are the target's token by token"
@@ -103,6 +95,72 @@ def lossless(machine: str, configuration: str) -> str:
         return ""
     text = "; ".join(parts) + "."
     return text[0].upper() + text[1:]
+
+
+def main_tokens(machine: str) -> pd.DataFrame:
+    """Sampled tokens of the leading configuration, or of the first that has some where that one has none."""
+    tokens, lead = tables.records(machine, "tokens"), leading(machine)
+    for name in [*([] if lead is None else [lead.configuration]), *study().configurations]:
+        if (tokens.configuration == name).any():
+            return tokens[tokens.configuration == name]
+    return tokens
+
+
+def sampled(tokens: pd.DataFrame) -> str:
+    """What the calibrated tests say of one configuration's sampled tokens, and whether equivalence was shown."""
+    tests, spec = tables.family(tokens), tokens[tokens.arm == "speculative"]
+    tost = equivalence.tost(spec, tables.MARGIN, tables.ALPHA)
+    seen = "a difference from" if tests.holm.min() <= tables.ALPHA else "no difference from"
+    equal = "shown" if tost.pvalue <= tables.ALPHA else f"not shown (power {tost.power:.2f})"
+    return (
+        f"{seen} the target's law was seen by {len(tests)} calibrated tests in {len(spec):,} sampled tokens an arm (smallest p "
+        f"after Holm's correction {tests.holm.min():.2f}), and equality within {tables.MARGIN} nat a token was {equal}"
+    )
+
+
+def refutations(tokens, steps, passes, greedy) -> pd.DataFrame:
+    """What would have refuted "lossless", fixed before the run, and what was found.
+
+    Args:
+        tokens: of one configuration; steps, passes: the records ``onestep`` and ``passes``; greedy: of
+            ``tables.greedy_agreement``. Each may be empty.
+
+    Returns:
+        Columns: observation, found, seen (None where it was not looked for).
+    """
+    rows = []
+
+    def add(observation, data, found):
+        value, seen = found(data) if len(data) else ("not measured", None)
+        rows.append({"observation": observation, "found": value, "seen": seen})
+
+    def law(table):
+        return f"largest {table.law_error.max():.1e}", table.law_error.max() > tables.LAW_ERROR
+
+    def draws(table):
+        smallest = equivalence.holm(table.pvalue).min()
+        return f"smallest {smallest:.3f} of {len(table):,}", smallest <= tables.ALPHA
+
+    def cache(table):
+        worst = table[["error_block", "error_single"]].max(axis=None)
+        return f"largest {worst:.1e}", worst > tables.ROW_ERROR
+
+    def text(table):
+        alike, of = table.identical.sum(), table.answers.sum()
+        return f"{of - alike} of {of} answers", alike < of
+
+    def tests(table):
+        smallest = tables.family(table).holm
+        return f"smallest {smallest.min():.3f} of {len(smallest)}", smallest.min() <= tables.ALPHA
+
+    exact = [name for name, c in study().configurations.items() if c.dtype == "float32"]
+    add(f"one step: an error of the law above {tables.LAW_ERROR:g}", steps, law)
+    add(f"one step: a p of the draws, after Holm's correction, of {tables.ALPHA} or less", steps, draws)
+    name = f"cache: a float32 logit off by more than {tables.ROW_ERROR:g}"
+    add(name, passes[passes.configuration.isin(exact)], cache)
+    add("greedy text: a float32 answer unlike the target's", greedy[greedy.configuration.isin(exact)], text)
+    add(f"sampled text: a p of the family, after Holm's correction, of {tables.ALPHA} or less", tokens, tests)
+    return pd.DataFrame(rows)
 
 
 def verdicts(machine: str) -> dict[str, Verdict]:
@@ -146,18 +204,13 @@ def _acceptance_falls(machine, values):
 
 
 def _pooled_test(machine, values):
-    tokens = tables.records(machine, "tokens")
+    tokens = main_tokens(machine)
     if tokens.empty:
         return Verdict(UNTESTED, "no sampled tokens")
-    row = leading(machine)
-    tokens = tokens[tokens.configuration == row.configuration]
-    if tokens.empty:
-        return Verdict(UNTESTED, "no sampled tokens of the leading configuration")
-    counts = pd.crosstab(tokens.token, tokens.arm)
-    test = equivalence.two_sample_chi2(counts["target-only"], counts["speculative"])
+    test = tables.pooled(tokens).iloc[0]
     found = (
-        f"chi-squared {test.statistic:.1f}, {test.dof} degrees of freedom, p = {test.pvalue:.3f}, "
-        f"{len(tokens) // 2:,} tokens an arm"
+        f"chi-squared {test.statistic:.1f}, {test.dof} degrees of freedom, p = {test.pvalue:.3f} "
+        f"if tokens were independent and {test.permuted.pvalue:.3f} by exchange of answers, {test.tokens_first:,} tokens an arm"
     )
     if test.dof == 0:
         return Verdict(UNTESTED, f"too few tokens: {found}")

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from specdec import costmodel
+from specdec import costmodel, equivalence
 from specdec.study.records import RESULTS
 
 LEVEL = 0.95  # of every interval of a mean
 MEDIAN_LEVEL = 0.90  # of every interval of a median: five repeats give no more, from their smallest to their largest
 FEW = 8  # prompts; a point that rests on fewer is called indicative
+
+# Fixed before any run: the arms that are compared, the level of the family, the margin of equivalence.
+PAIRS = (("speculative", "target-only"), ("speculative", "transformers"), ("target-only", "transformers"))
+ALPHA = 0.05  # of Holm's correction over the family
+MARGIN = 0.04  # nat a token, of the two one-sided tests
+POWER = 0.8  # from which a test is said to be strong enough
+SEEN = 0.99  # detection rate from which a planted fault counts as seen
+LAW_ERROR = 1e-6  # of one step over the whole vocabulary: above float32 rounding, far below any fault of the rule
+ROW_ERROR = 1e-2  # of a float32 logit: above rounding, far below a cache that is off by one
 
 
 def runs(machine: str) -> dict[str, dict]:
@@ -238,6 +248,159 @@ def greedy_agreement(machine: str) -> pd.DataFrame:
         )
         .reset_index()
     )
+
+
+def pooled(tokens: pd.DataFrame) -> pd.DataFrame:
+    """The paper's test and its own null, on each pair of arms of one configuration's sampled tokens.
+
+    Columns: first, second, tokens_first, tokens_second, statistic, dof and pvalue (the textbook's, which does not hold
+    for answers), ratio (statistic over dof), permuted (``equivalence.Permutation``: whole answers exchanged).
+    """
+    counts = pd.crosstab(tokens.token, tokens.arm)
+    rows = []
+    for first, second in PAIRS:
+        if first not in counts or second not in counts:
+            continue
+        test = equivalence.two_sample_chi2(counts[first], counts[second])
+        sizes = {"tokens_first": int(counts[first].sum()), "tokens_second": int(counts[second].sum())}
+        rows.append(
+            {"first": first, "second": second, **sizes, **vars(test), "ratio": test.statistic / max(test.dof, 1)}
+            | {"permuted": equivalence.permutation_test(tokens[tokens.arm.isin([first, second])])}
+        )
+    return pd.DataFrame(rows)
+
+
+def family(tokens: pd.DataFrame, pairs: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Every calibrated test on one configuration's sampled tokens, with Holm's correction over all of them.
+
+    Pairs of arms by permutation of whole answers, each arm by uniformity and likelihood under the target's own scores.
+
+    Args:
+        pairs: what :func:`pooled` made of the same tokens, if it is there.
+
+    Returns:
+        Columns: test, arms, statistic, pvalue, holm. A difference is seen where ``holm`` <= ``ALPHA``.
+    """
+    rows = []
+    for pair in (pooled(tokens) if pairs is None else pairs).itertuples():
+        arms, test = f"{pair.first}, {pair.second}", pair.permuted
+        rows.append({"test": "permutation of answers", "arms": arms, **_values(test)})
+    for seed, (arm, cell) in enumerate(tokens.groupby("arm")):  # each arm has random parts of its own
+        uniform = equivalence.uniformity(equivalence.pit(cell, seed=seed))
+        rows.append({"test": "uniformity (PIT)", "arms": arm, **_values(uniform)})
+        rows.append({"test": "likelihood z", "arms": arm, **_values(equivalence.likelihood_z(cell))})
+    table = pd.DataFrame(rows).sort_values("test", kind="stable", ignore_index=True)
+    return table.assign(holm=equivalence.holm(table.pvalue))
+
+
+def repeated(tokens: pd.DataFrame, repeats: pd.DataFrame) -> pd.DataFrame:
+    """The pooled test between samples of the target alone: all pairs of batches, each batch with the target-only arm.
+
+    Columns: first, second, statistic, dof, pvalue, ratio. Pairs share batches, so they are not independent.
+    """
+    arms = pd.concat([tokens[tokens.arm == "target-only"], repeats.assign(arm=repeats.batch)])
+    counts = pd.crosstab(arms.token, arms.arm.astype(str))
+    rows = []
+    for first, second in itertools.combinations(counts, 2):
+        test = equivalence.two_sample_chi2(counts[first], counts[second])
+        rows.append({"first": first, "second": second, **vars(test), "ratio": test.statistic / max(test.dof, 1)})
+    return pd.DataFrame(rows)
+
+
+def one_step(steps: pd.DataFrame) -> pd.DataFrame:
+    """One step on frozen prefixes, by configuration and position, Holm's correction over all rows.
+
+    Columns: rows, tv (median, draft to target), law_error (largest), pvalue and holm (smallest), draws (fewest).
+    """
+    steps = steps.assign(holm=equivalence.holm(steps.pvalue))
+    return (
+        steps.groupby(["configuration", "position"])
+        .agg(
+            rows=("tv", "size"),
+            tv=("tv", "median"),
+            law_error=("law_error", "max"),
+            pvalue=("pvalue", "min"),
+            holm=("holm", "min"),
+            draws=("draws", "min"),
+        )
+        .reset_index()
+    )
+
+
+def block_shape(passes: pd.DataFrame) -> pd.DataFrame:
+    """Rows of a K + 1 token pass against those of one-token passes and of a pass without a cache, by configuration.
+
+    Columns: rows, tv (median), tv_largest, error_block, error_single (largest, logits), flipped (rows with another
+    favourite), gap (the widest between the two best logits where it flipped; missing where none did).
+    """
+    flips = passes.assign(gap=passes.gap.where(passes.flipped.astype(bool)))
+    return (
+        flips.groupby("configuration")
+        .agg(
+            rows=("tv", "size"),
+            tv=("tv", "median"),
+            tv_largest=("tv", "max"),
+            error_block=("error_block", "max"),
+            error_single=("error_single", "max"),
+            flipped=("flipped", "sum"),
+            gap=("gap", "max"),
+        )
+        .reset_index()
+    )
+
+
+def detections(data: pd.DataFrame) -> pd.DataFrame:
+    """How often each level saw each planted fault, at the largest size tried, in the order of the records.
+
+    Columns: those of the records; planted (not where the source was left as it is, to count false alarms); rate; low, the
+    lower bound of the power at confidence ``LEVEL`` (Clopper and Pearson, one-sided; of what is certain the rate); seen,
+    low >= ``SEEN``.
+    """
+    largest = data.groupby(["fault", "level"])["size"].transform("max")
+    data = data[data["size"] == largest].reset_index(drop=True)
+    certain, rate = data.certain.astype(bool), data.detected / data.repeats
+    tests = [stats.binomtest(k, n, alternative="greater") for k, n in zip(data.detected, data.repeats, strict=True)]
+    low = rate.where(certain, [test.proportion_ci(LEVEL).low for test in tests])
+    planted = data.module.fillna("") != ""
+    return data.assign(certain=certain, planted=planted, rate=rate, low=low, seen=low >= SEEN)
+
+
+def level_power(data: pd.DataFrame) -> pd.DataFrame:
+    """Each level and size of the sample: faults tried, how many were seen (as in :func:`detections`), rates.
+
+    Columns: level, size, faults, seen, rate (mean over faults), alarms (share of runs detected where nothing was planted).
+    """
+    rows = []
+    for (level, size), cell in data.groupby(["level", "size"], sort=False):
+        found = detections(cell)
+        faults, none = found[found.planted], found[~found.planted]
+        alarms = none.detected.sum() / none.repeats.sum() if len(none) else np.nan
+        rows.append(
+            {"level": level, "size": size, "faults": len(faults), "seen": int(faults.seen.sum())}
+            | {"rate": faults.rate.mean(), "alarms": alarms}
+        )
+    return pd.DataFrame(rows)
+
+
+def calibrated(data: pd.DataFrame) -> pd.DataFrame:
+    """Rate of false alarms of each test under a true null, with Clopper and Pearson's interval.
+
+    Columns: test, dependence, repeats, level, rejected, rate, low, high; holm, of the exact one-sided test that the rate
+    is no more than the level, over all rows.
+    """
+    rows = list(zip(data.rejected, data.repeats, data.level, strict=True))
+    interval = [stats.binomtest(k, n).proportion_ci(LEVEL) for k, n, _ in rows]
+    above = [stats.binomtest(k, n, level, alternative="greater").pvalue for k, n, level in rows]
+    return data.assign(
+        rate=data.rejected / data.repeats,
+        low=[i.low for i in interval],
+        high=[i.high for i in interval],
+        holm=equivalence.holm(above),
+    )
+
+
+def _values(test):
+    return {"statistic": test.statistic, "pvalue": test.pvalue}
 
 
 def _proportion(kept, of):

@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from specdec import costmodel
-from specdec.study import claims, explore, records, tables
+from specdec import costmodel, equivalence
+from specdec.study import chapter, claims, explore, records, tables
 
 
 def make(folder, per_token, acceptance=(3, 1, 0), v=None, name="cpu-bf16"):
@@ -133,6 +133,7 @@ def test_the_answer_follows_the_data(machine, fast, word):
     make(machine, {0: prompts, 2: [fast * p * (1 + 0.001 * i) for i, p in enumerate(prompts)]})
     text = claims.answer("box")
     assert f"**{word}**" in text and "K = 2" in text and "indicative" not in text
+    assert claims.main_tokens("box").empty
     verdicts = claims.verdicts("box")
     assert set(verdicts) == set(claims.paper()["claims"])
     assert verdicts["some-decelerate"].verdict == (claims.HOLDS if fast > 1 else claims.FAILS)
@@ -171,3 +172,175 @@ def test_the_interactive_page_starts_from_what_was_measured(machine):
     assert [(p["k"], p["few"], "low" in p) for p in every["points"]] == [(2, True, True), (4, True, True)]
     assert lookup["v"] == [[1, 1.0], [3, pytest.approx(1.1)]]  # at the measured K only
     assert "low" not in lookup["points"][0] and explore.html([lookup])  # JSON knows no NaN
+
+
+# --- equivalence --------------------------------------------------------------------------------------------------
+
+LAW = np.array([0.4, 0.3, 0.2, 0.1])  # in descending order: the rank of a token is its id
+
+
+def sampled(seed=0, **laws):
+    """tokens.csv of four prompts, eight answers of 20 independent tokens an arm, drawn by the laws, scored by LAW."""
+    rng, entropy = np.random.default_rng(seed), -(LAW * np.log(LAW)).sum()
+    key = pd.MultiIndex.from_product([range(4), range(8), range(20)], names=["prompt", "answer", "position"])
+    found = []
+    for arm, law in laws.items():
+        token = rng.choice(4, size=len(key), p=law)
+        scores = {
+            "logp": np.log(LAW[token]),
+            "entropy": entropy,
+            "varentropy": (LAW * (np.log(LAW) + entropy) ** 2).sum(),
+            "cdf_rank": LAW.cumsum()[token] - LAW[token],
+            "probability": LAW[token],
+        }
+        rows = key.to_frame(index=False).assign(arm=arm.replace("_", "-"), token=token, **scores)
+        found.append(rows.assign(configuration="cpu-bf16"))
+    return pd.concat(found, ignore_index=True)
+
+
+THREE = {"target_only": LAW, "speculative": LAW, "transformers": LAW}
+
+
+@pytest.mark.parametrize(("arms", "count"), [(2, 1 + 2 * 2), (3, 3 + 2 * 3)])
+def test_the_family_holds_every_pair_and_every_arm(arms, count):
+    tokens = sampled(**dict(list(THREE.items())[:arms]))
+    tests = tables.family(tokens)
+    assert len(tests) == count and not tests.duplicated(["test", "arms"]).any()
+    assert tests.holm.tolist() == equivalence.holm(tests.pvalue).tolist() and tests.holm.min() > tables.ALPHA
+    pair = tables.pooled(tokens).iloc[0]
+    counts = pd.crosstab(tokens.token, tokens.arm)
+    by_hand = equivalence.two_sample_chi2(counts["speculative"], counts["target-only"])
+    assert (pair["first"], pair.second, pair.tokens_first) == ("speculative", "target-only", 640)
+    assert (pair.statistic, pair.dof, pair.ratio) == (by_hand.statistic, 3, pytest.approx(by_hand.statistic / 3))
+    assert pair.permuted.statistic == pytest.approx(pair.statistic)  # answers of one length
+    assert "no difference" in claims.sampled(tokens) and "640 sampled tokens" in claims.sampled(tokens)
+
+
+def test_a_wrong_arm_is_named_by_the_family():
+    tokens = sampled(**THREE | {"speculative": LAW[::-1]})
+    tests = tables.family(tokens)
+    seen = tests[tests.holm <= tables.ALPHA]
+    assert len(seen) == 4 and seen.arms.str.contains("speculative").all()  # two pairs, PIT, likelihood
+    assert claims.sampled(tokens).startswith("a difference from")
+
+
+def test_the_overview_and_the_chapter_read_the_same_tokens(machine):
+    """Those of the leading configuration; of another where it has none."""
+    prompts = [1.0 + 0.01 * i for i in range(8)]
+    make(machine, {0: prompts, 2: [p / 2 for p in prompts]})
+    make(machine, {0: prompts, 2: [2 * p for p in prompts]}, name="cpu-fp32")
+    tokens = sampled(**THREE)
+    records.write_csv(machine / "cpu-fp32" / "tokens.csv", tokens.drop(columns="configuration"))
+    assert claims.main_tokens("box").configuration.unique().tolist() == ["cpu-fp32"]
+    assert "law was seen" not in claims.answer("box")  # the answer is about the leading configuration
+    records.write_csv(machine / "cpu-bf16" / "tokens.csv", tokens.drop(columns="configuration"))
+    assert claims.main_tokens("box").configuration.unique().tolist() == ["cpu-bf16"]
+    pair = tables.pooled(claims.main_tokens("box")).iloc[0]
+    verdict = claims.verdicts("box")["pooled-test"]
+    assert verdict.verdict == claims.HOLDS and f"chi-squared {pair.statistic:.1f}, 3 degrees" in verdict.found
+    assert "calibrated tests in 640 sampled tokens" in claims.answer("box")
+
+
+def test_equality_is_claimed_only_where_it_is_shown():
+    few = sampled(**THREE).query("answer < 2")
+    assert claims.sampled(few).endswith("was not shown (power 0.00)")
+    many = pd.concat([sampled(seed, **THREE).assign(answer=lambda d, s=seed: d.answer + 8 * s) for seed in range(20)])
+    assert claims.sampled(many).endswith("nat a token was shown")
+
+
+def test_batches_of_the_target_are_a_null_of_their_own():
+    """Independent tokens: the statistic has its degrees of freedom as its mean."""
+    batches = [sampled(seed, target_only=LAW).assign(batch=seed) for seed in range(1, 11)]
+    null = tables.repeated(sampled(**THREE), pd.concat(batches))
+    assert len(null) == 10 * 9 / 2 + 10 and (null.dof == 3).all()
+    assert null.ratio.mean() == pytest.approx(1, abs=0.5)
+    assert not set(null["first"]) & {"speculative", "transformers"}
+
+
+def test_one_step_corrects_over_all_rows():
+    steps = pd.DataFrame(
+        {
+            "configuration": "cpu-bf16",
+            "position": [1, 1, 2, 2],
+            "tv": [0.1, 0.3, 0.5, 0.5],
+            "law_error": [1e-16, 3e-16, 2e-16, 1e-16],
+            "draws": 1000,
+            "pvalue": [0.9, 0.04, 0.01, 0.5],
+        }
+    )
+    table = tables.one_step(steps).set_index("position")
+    assert table.holm.tolist() == pytest.approx([0.12, 0.04])
+    assert (table.rows[1], table.tv[1], table.law_error[1], table.pvalue[2]) == (2, pytest.approx(0.2), 3e-16, 0.01)
+
+
+def test_the_gap_is_that_of_rows_whose_favourite_flipped():
+    row = {"tv": 0.1, "error_block": 0.2, "error_single": 0.1}
+    passes = pd.DataFrame(
+        [
+            {"configuration": "cpu-bf16", **row, "gap": 0.05, "flipped": True},
+            {"configuration": "cpu-bf16", **row, "gap": 9.0, "flipped": False},
+            {"configuration": "cpu-fp32", **row, "gap": 9.0, "flipped": False},
+        ]
+    )
+    table = tables.block_shape(passes).set_index("configuration")
+    assert (table.flipped["cpu-bf16"], table.gap["cpu-bf16"], table.rows["cpu-bf16"]) == (1, 0.05, 2)
+    assert table.flipped["cpu-fp32"] == 0 and np.isnan(table.gap["cpu-fp32"])
+
+
+def test_rates_have_exact_intervals():
+    data = pd.DataFrame(
+        [
+            ("none", None, "draws", 3000, 200, 2, False),
+            ("a", "drafts", "draws", 500, 100, 90, False),
+            ("a", "drafts", "draws", 3000, 100, 100, False),
+            ("b", "drafts", "draws", 3000, 300, 300, False),
+            ("a", "drafts", "law", 1, 1, 1, True),
+        ],
+        columns=["fault", "module", "level", "size", "repeats", "detected", "certain"],
+    )
+    found = tables.detections(data).set_index(["fault", "level"])
+    assert (found.repeats["a", "draws"], found.rate["a", "draws"]) == (100, 1)  # the largest sample
+    assert found.low["a", "draws"] == pytest.approx(0.05 ** (1 / 100)) and found.low["a", "law"] == 1
+    assert found[found.seen].index.tolist() == [("b", "draws"), ("a", "law")]  # 100 of 100 do not show 99 %
+    assert found.planted.sum() == 3
+    power = tables.level_power(data).set_index(["level", "size"])
+    assert power.loc[("draws", 3000)].tolist() == [2, 1, 1, 0.01]
+    assert power.rate["draws", 500] == 0.9 and np.isnan(power.alarms["draws", 500])
+
+
+def test_false_alarms_are_called_so_only_beyond_chance():
+    data = pd.DataFrame({"repeats": 100, "rejected": [0, 9, 50], "level": 0.05})
+    alarms = tables.calibrated(data)
+    assert (alarms.rate[0], alarms.low[0]) == (0, 0) and alarms.high[0] == pytest.approx(1 - 0.025 ** (1 / 100))
+    assert (alarms.holm <= tables.ALPHA).tolist() == [False, False, True]
+
+
+def test_each_refuting_observation_is_seen_where_it_is():
+    steps = pd.DataFrame({"law_error": [1e-15, 1e-15], "pvalue": [0.3, 0.9]})
+    passes = pd.DataFrame({"configuration": ["cpu-fp32", "cpu-bf16"], "error_block": [1e-5, 0.3], "error_single": 1e-5})
+    greedy = pd.DataFrame({"configuration": ["cpu-fp32", "cpu-bf16"], "answers": 3, "identical": [3, 1]})
+    right = {"tokens": sampled(**THREE), "steps": steps, "passes": passes, "greedy": greedy}
+    nothing = {name: frame.iloc[:0] for name, frame in right.items()}
+    assert claims.refutations(**nothing).seen.isna().all()
+    assert claims.refutations(**right).seen.tolist() == [False] * 5  # bfloat16 may differ
+    wrong = [
+        {"steps": steps.assign(law_error=[1e-15, 1e-3])},
+        {"steps": steps.assign(pvalue=[0.02, 0.9])},
+        {"passes": passes.assign(error_block=[1.0, 0.3])},
+        {"greedy": greedy.assign(identical=[2, 1])},
+        {"tokens": sampled(**THREE | {"speculative": LAW[::-1]})},
+    ]
+    for i, one in enumerate(wrong):
+        assert claims.refutations(**right | one).seen.tolist() == [j == i for j in range(5)]
+
+
+def test_records_of_the_published_machine_stand_in_and_are_marked(machine):
+    page = chapter.Chapter("box", "other", "notebooks/analyse/equivalence.ipynb")
+    records.write_csv(machine.parent / "other" / "cpu-bf16" / "passes.csv", [{"tv": 0.5}])
+    found, whose = page.records("passes")
+    assert (whose, len(found)) == ("other", 1) and "`other`" in page.note(whose)
+    records.write_csv(machine / "cpu-bf16" / "passes.csv", [{"tv": 0.1}, {"tv": 0.2}])
+    found, whose = page.records("passes")
+    assert (whose, len(found), page.note(whose)) == ("box", 2, "")
+    found, whose = page.records("onestep")
+    assert found.empty and whose == "box"  # nothing to mark
