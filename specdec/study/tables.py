@@ -298,7 +298,8 @@ def repeated(tokens: pd.DataFrame, repeats: pd.DataFrame) -> pd.DataFrame:
 
     Columns: first, second, statistic, dof, pvalue, ratio. Pairs share batches, so they are not independent.
     """
-    arms = pd.concat([tokens[tokens.arm == "target-only"], repeats.assign(arm=repeats.batch)])
+    batches = repeats.assign(arm=repeats.batch, token=repeats.ids.str.split()).explode("token").astype({"token": int})
+    arms = pd.concat([tokens[tokens.arm == "target-only"], batches])
     counts = pd.crosstab(arms.token, arms.arm.astype(str))
     rows = []
     for first, second in itertools.combinations(counts, 2):

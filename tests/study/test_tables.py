@@ -251,6 +251,10 @@ def test_equality_is_claimed_only_where_it_is_shown():
 def test_batches_of_the_target_are_a_null_of_their_own():
     """Independent tokens: the statistic has its degrees of freedom as its mean."""
     batches = [sampled(seed, target_only=LAW).assign(batch=seed) for seed in range(1, 11)]
+    batches = [
+        b.groupby(["batch", "prompt", "answer"]).token.agg(ids=lambda t: " ".join(map(str, t))).reset_index()
+        for b in batches
+    ]
     null = tables.repeated(sampled(**THREE), pd.concat(batches))
     assert len(null) == 10 * 9 / 2 + 10 and (null.dof == 3).all()
     assert null.ratio.mean() == pytest.approx(1, abs=0.5)
