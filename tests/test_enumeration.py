@@ -136,7 +136,7 @@ def test_float32_leaves_its_own_rounding(monkeypatch, rule):
 
 @rules
 def test_every_path_with_an_adaptive_k(monkeypatch, rule):
-    error, paths = enumerated(monkeypatch, Prefixes(0, 2), ModelDraft(Prefixes(1, 2)), [1], ADAPTIVE, 6, rule=rule)
+    error, paths = enumerated(monkeypatch, Prefixes(0, 2), ModelDraft(Prefixes(1, 2)), [1], ADAPTIVE, 5, rule=rule)
     assert error < 1e-12
     lengths = defaultdict(set)
     for r in (r for out in paths for r in out.rounds):
