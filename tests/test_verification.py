@@ -63,8 +63,9 @@ def checked(p, q, drafted, rule):
     assert (stop >= 0).all() and abs(float(stop.sum()) - 1) < 1e-12
     assert (following >= 0).all() and ((following.sum(-1) - 1).abs() < 1e-12).all()
     assert not following[p == 0].any() and torch.equal(following[-1], p[-1])
-    reached = stop[:-1, None] > 1e-12  # else: p and q alike up to rounding, nothing is left, and p stands in
-    assert not following[:-1][(p[:-1] <= q) & reached].any()
+    # Where nothing is left p stands in: there p and q are alike up to rounding, or no path leads there.
+    barred, apart = (following[:-1] * (p[:-1] <= q)).sum(-1), (p[:-1] - q).abs().sum(-1)
+    assert not barred[(apart > 1e-12) & (stop[:-1] > 1e-12)].any()
     return stop, following
 
 
