@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import ClassVar
 
 import numpy as np
@@ -129,9 +130,13 @@ class AdaptiveK:
     def __post_init__(self):
         if not isinstance(self.costs, Costs):
             raise TypeError(f"costs must be specdec.costmodel.Costs, not {self.costs!r}")
-        if isinstance(self.k_max, bool) or not isinstance(self.k_max, int) or self.k_max < 1:
+        if isinstance(self.k_max, bool) or not isinstance(self.k_max, Integral) or self.k_max < 1:
             raise ValueError(f"k_max must be an int >= 1, not {self.k_max!r}")
         self.choose(0.0, 0.0)
+
+    def after(self, tested: float, accepted: float, drafted: int, kept: int) -> tuple[float, float]:
+        """The running (tested, accepted) after one more round, which kept ``kept`` of its ``drafted`` tokens."""
+        return self.memory * tested + min(kept + 1, drafted), self.memory * accepted + kept
 
     def choose(self, tested: float, accepted: float) -> int:
         """K for the next round, 0..k_max, after so many tested and accepted draft tokens (weighted by age)."""

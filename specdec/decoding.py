@@ -192,11 +192,11 @@ def _decode(target, draft, prompt_ids, k, max_new_tokens, sampling, seed, eos, r
         _read(target, context[:-1])
 
     out.prefill_seconds = timed(prefill, getattr(target, "device", None))[1]
-    tested = kept = 0.0  # running acceptance
+    running = 0.0, 0.0  # draft tokens tested and accepted, weighted by age
     while room > len(out.tokens):
         begin = time.perf_counter()
         start = len(context)
-        length = adaptive.choose(tested, kept) if adaptive else k
+        length = adaptive.choose(*running) if adaptive else k
         asked = min(length, room - len(out.tokens) - 1)  # the round adds one token of the target's own
         drafting = getattr(draft, "forward_seconds", 0.0)
         ids, q = _proposed(draft, context, asked, sampling, generator, target.vocab_size)
@@ -210,8 +210,7 @@ def _decode(target, draft, prompt_ids, k, max_new_tokens, sampling, seed, eos, r
         p = sampling.probabilities(logits, history, where=f"target model {_name(target)}", start=start)
         accepted, following = verify(p, q, ids, generator, rule)
         if adaptive:
-            tested = adaptive.memory * tested + min(accepted + 1, len(drafted))
-            kept = adaptive.memory * kept + accepted
+            running = adaptive.after(*running, len(drafted), accepted)
 
         emitted = [*drafted[:accepted], following]
         end = next((i for i, token in enumerate(emitted) if token in ends), None)
@@ -267,7 +266,7 @@ def _ids(ids, target, what, empty=False) -> list[int]:
     if isinstance(ids, str):
         raise TypeError(f"{what} must be token ids; tokenise the text first")
     ids = list(ids)
-    if ids and isinstance(ids[0], (list, tuple, torch.Tensor)):
+    if ids and getattr(ids[0], "ndim", isinstance(ids[0], (list, tuple))):
         raise ValueError(f"{what} must be one sequence of ids (batch size one), not a sequence of sequences")
     try:
         ids = [operator.index(i) for i in ids]
@@ -299,6 +298,10 @@ def _end_ids(eos) -> frozenset[int]:
     if eos is None:
         return frozenset()
     try:
-        return frozenset([operator.index(eos)] if hasattr(eos, "__index__") else map(operator.index, eos))
+        return frozenset([operator.index(eos)])
+    except TypeError:  # several: arrays too, which have __index__ but no index
+        pass
+    try:
+        return frozenset(map(operator.index, eos))
     except TypeError:
         raise TypeError(f"eos must be an id, several ids, or None, not {eos!r}") from None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 
@@ -61,24 +62,26 @@ class ModelDraft:
 
         Fewer where the draft's own window ends. See the module's text for what comes back.
         """
-        context = self._readable(context)
+        readable = self._readable(context)
         k = max(0, min(k, self.model.max_context - len(context) + 1))
         if k == 0:
             return torch.empty(0, dtype=torch.long), torch.empty(0, self._limit)
-        shared = _common_prefix(self._cached, context[:-1])
+        shared = _common_prefix(self._cached, readable[:-1])
         self.model.drop_last(len(self._cached) - shared)
         self._cached = self._cached[:shared]
-        pending = context[shared:]
+        pending = readable[shared:]
         ids = torch.empty(k, dtype=torch.long)
-        q = torch.empty(k, self._limit)
         for i in range(k):
             logits, seconds = timed(lambda: self.model.logits(pending)[-1:], getattr(self.model, "device", None))  # noqa: B023
             self.forward_seconds += seconds
             self._cached += pending
-            history = [context + ids[:i].tolist()] if sampling.repetition_penalty != 1 else None
-            q[i] = sampling.probabilities(
+            history = [[*context, *ids[:i].tolist()]] if sampling.repetition_penalty != 1 else None
+            [row] = sampling.probabilities(
                 logits[:, : self._limit], history, where=f"draft model {_name(self.model)}", start=len(self._cached)
             )
+            if i == 0:
+                q = row.new_empty(k, self._limit)
+            q[i] = row
             ids[i] = draw(q[i], generator)
             pending = [int(ids[i])]
         return ids, q
@@ -104,7 +107,7 @@ class PromptLookup:
     forward_seconds = 0.0
 
     def __init__(self, max_ngram: int = 3):
-        if isinstance(max_ngram, bool) or not isinstance(max_ngram, int) or max_ngram < 1:
+        if isinstance(max_ngram, bool) or not isinstance(max_ngram, Integral) or max_ngram < 1:
             raise ValueError(f"max_ngram must be an int >= 1, not {max_ngram!r}")
         self.max_ngram = max_ngram
 

@@ -123,4 +123,5 @@ def _ratio(p, q, drafted):
         raise ValueError(
             f"draft token {int(drafted[bad])} at position {bad} has q = 0: it cannot have been drawn from q"
         )
-    return p[rows, drafted] / drawn_from
+    # Finite: by the block rule 0 * inf may follow, after a token that p bars.
+    return (p[rows, drafted] / drawn_from).clamp(max=torch.finfo(p.dtype).max)

@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import specdec
+from specdec import drafts, verification
 from specdec.equivalence import one_sample_chi2
 
 GREEDY = specdec.Sampling(temperature=0)
@@ -110,6 +111,34 @@ class Table:
 
     def drop_last(self, n):
         del self.ids[len(self.ids) - n :]
+
+
+class Prefixes(Table):
+    """A Table whose every row depends on the whole cache, so that a cache that is off shows in the law; float64.
+
+    Args:
+        seed, zeros: of the random laws, one for each prefix, and the share of ids each of them bars.
+    """
+
+    def __init__(self, seed, size, zeros=0.0, max_context=10**6, dtype=torch.float64):
+        super().__init__(np.eye(size), max_context)
+        self.seed, self.zeros, self.dtype = seed, zeros, dtype
+        self.known = {}
+
+    def law(self, prefix):
+        """(V,) of ``prefix``, a tuple of ids."""
+        if prefix not in self.known:
+            rng = np.random.default_rng([self.seed, *prefix])
+            weights = rng.exponential(size=self.vocab_size) * (rng.random(self.vocab_size) >= self.zeros)
+            weights[rng.integers(self.vocab_size)] += not weights.any()
+            self.known[prefix] = torch.as_tensor(weights / weights.sum())
+        return self.known[prefix]
+
+    def logits(self, ids):
+        end = len(self.ids) + 1
+        self.ids += ids
+        laws = [self.law(tuple(self.ids[: end + i])) for i in range(len(ids))]
+        return torch.stack(laws).log().to(self.dtype) if laws else torch.empty(0, self.vocab_size)
 
 
 def chain(size, path, eps=1e-6):
@@ -258,7 +287,7 @@ def exact(law, p, q, rule):
         p: K + 1 and q: K tables of context-dependent laws (``rows``).
 
     Returns:
-        largest error of the joint law of the K + 1 next tokens (emitted, then extended by the target) against the
+        total variation between the joint law of the K + 1 next tokens (emitted, then extended by the target) and the
         target's own, and the expected number of draft tokens kept.
     """
     size, count = len(p[0]), len(q)
@@ -278,7 +307,37 @@ def exact(law, p, q, rule):
     for i in range(1, count + 1):
         joint = joint[..., None] * p[i] + mass[i]
         target = target[..., None] * p[i]
-    return float((joint - target).abs().max()), kept
+    return float((joint - target).abs().sum()) / 2, kept
+
+
+# The exact law of the loop
+
+
+def every_outcome(monkeypatch, call):
+    """Run ``call()`` once for every sequence of draws that is possible; pairs of its result and the probability of these draws.
+
+    ``draw`` is replaced where the package takes it from; a draw of probability 0 is not followed, as it never comes out.
+    """
+    script = []  # which of its possible ids each draw gives; the first after the last of these
+
+    def draw(probabilities, generator):
+        law = probabilities.double() / probabilities.double().sum()
+        ids = law.nonzero()[:, 0].tolist()
+        at = script[len(taken)] if len(taken) < len(script) else 0
+        taken.append((at, len(ids), float(law[ids[at]])))
+        return ids[at]
+
+    for module in (drafts, verification):
+        monkeypatch.setattr(module, "draw", draw)
+    found = []
+    while script is not None:
+        taken = []
+        result = call()
+        found.append((result, float(np.prod([p for _, _, p in taken]))))
+        while taken and taken[-1][0] + 1 == taken[-1][1]:
+            taken.pop()
+        script = [at for at, _, _ in taken[:-1]] + [taken[-1][0] + 1] if taken else None
+    return found
 
 
 def planted(name, old, new):

@@ -134,6 +134,14 @@ def test_adaptive_k_follows_acceptance():
     assert slow.choose(100.0, 100.0) == 0  # no acceptance pays for such costs
 
 
+def test_adaptive_k_counts_what_was_tested():
+    """A rejected token was tested, those behind it were not; and what was counted before weighs a tenth less."""
+    chooser = cm.AdaptiveK(COSTS, 8)
+    assert chooser.after(0.0, 0.0, drafted=4, kept=2) == (3, 2)
+    assert chooser.after(3.0, 2.0, drafted=4, kept=4) == pytest.approx((6.7, 5.8))
+    assert chooser.after(10.0, 8.0, drafted=0, kept=0) == pytest.approx((9, 7.2))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

@@ -18,6 +18,7 @@ from kit import (
     Table,
     chain,
     draft,
+    fresh,
     markov_llama,
     noisy,
     pair_pvalue,
@@ -239,10 +240,11 @@ def test_a03_one_start_token_in_a_real_template(smollm2):
 @pytest.mark.parametrize("T", [0, 1])
 def test_a04_one_token_prompt(T):
     target, bad = tiny(0), tiny(1)
-    for ids in ([5], torch.tensor([5])):
+    for ids in ([5], (5,), torch.tensor([5]), np.array([5]), [np.int64(5)], [torch.tensor(5)]):
         tokens, out = G(target, bad, ids, 4, 8, T=T)
         assert len(tokens) == 8 and out.rounds[0].start == 1
-        assert T or tokens == AR(target, [5], 8, T=0)
+        alone = fresh(target, [5, *tokens])[:-1].argmax(-1).tolist()  # no loop, no cache
+        assert T or tokens == AR(target, [5], 8, T=0) == alone
 
 
 @pytest.mark.parametrize("empty", [[], torch.empty(0, dtype=torch.long)])
@@ -365,9 +367,11 @@ def test_a14_a_drafted_end_token_is_only_a_proposal(T):
 
 def test_a15_several_end_tokens():
     law = chain(16, [3, 4, 5, 12, 6, 7])
-    for eos in ([9, 12], (12, 9), {9, 12}, frozenset([12]), 12, torch.tensor(12), np.int64(12), iter([9, 12])):
+    for eos in ([9, 12], (12, 9), {9, 12}, frozenset([12]), 12, np.int64(12), iter([9, 12])):
         tokens, out = G(markov_llama(law, eos=7), markov_llama(law, eos=4), [3], 4, 12, eos=eos)
         assert tokens == [4, 5, 12] and out.stop == "eos"
+    for eos in (torch.tensor(12), torch.tensor([9, 12]), np.array(12), np.array([9, 12])):
+        assert AR(markov_llama(law), [3], 12, eos=eos) == [4, 5, 12]
     tokens, _ = G(markov_llama(law, eos=12), markov_llama(law, eos=4), [3], 4, 5, eos=None)
     assert tokens == [4, 5, 12, 6, 7]  # None never stops, whatever the models' configs say
     target = TorchModel(markov_llama(law, eos=[9, 12]))
@@ -400,6 +404,40 @@ def test_a18_nothing_to_draft_is_target_only(T):
         assert tokens == AR(tiny(0), PROMPT, 20, T=T, seed=3)
         assert all((r.asked, r.drafted, r.draft_seconds) == (0, 0, 0) for r in out.rounds) and len(out.rounds) == 20
     assert len(G(tiny(0), Never(), PROMPT, 4, 1, T=T)[0]) == 1  # no room for a draft
+
+
+def test_numbers_from_arrays_are_numbers():
+    """As they come out of a table of settings."""
+    target, drafter = TorchModel(tiny(0)), ModelDraft(TorchModel(tiny(1)))
+    plain = G(target, drafter, PROMPT, 3, 12, top_k=20, seed=5, eos=9)[0]
+    found = G(
+        target,
+        drafter,
+        np.array(PROMPT),
+        np.int64(3),
+        np.int32(12),
+        top_k=np.int64(20),
+        seed=np.int64(5),
+        eos=np.int64(9),
+    )
+    assert found[0] == plain
+    assert PromptLookup(np.int64(2)).max_ngram == 2
+    adaptive = [specdec.AdaptiveK(ADAPTIVE.costs, k) for k in (4, np.int64(4))]
+    assert len({tuple(G(target, drafter, PROMPT, k, 12)[0]) for k in adaptive}) == 1
+
+
+@pytest.mark.parametrize("K", [1, 5, 100])
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a19_a32_windows_of_next_to_nothing(K, window):
+    """The smallest windows there can be, in the target and in the draft: what fits is drafted, no more."""
+    target, short = tiny(0, window=8), tiny(1, window=window)
+    for prompt in ([5], [5, 6], [5, 6, 7], [5] * 7):
+        with positions(target) as seen, positions(short) as drafted:
+            tokens, out = G(target, short, prompt, K, 100, T=0)
+            assert tokens == AR(target, prompt, 100, T=0) and len(tokens) == 8 - len(prompt)
+        assert max(seen) == 7 - 1 and max(drafted, default=0) < window
+        assert [r.drafted for r in out.rounds] == [min(r.asked, max(0, window + 1 - r.start)) for r in out.rounds]
+    assert G(short, target, [5] * window, K, 4)[1].stop == "context"
 
 
 def test_a18_more_than_there_is_room_for():
@@ -515,7 +553,8 @@ def test_a28_seeds():
 
 
 @pytest.mark.parametrize(
-    "batch", [[[5, 6], [7, 8]], [[5, 6]], torch.tensor([[5, 6]]), [torch.tensor([5, 6])], torch.tensor(5)]
+    "batch",
+    [[[5, 6], [7, 8]], [[5, 6]], torch.tensor([[5, 6]]), [torch.tensor([5, 6])], torch.tensor(5), np.array([[5, 6]])],
 )
 def test_a29_batches_are_refused_in_so_many_words(batch):
     for call in (

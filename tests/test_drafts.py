@@ -143,6 +143,20 @@ def test_a02_one_added_token_is_accepted_and_barred(longer):
     assert q.shape[1] == 20 and ids.max() < 20
 
 
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_a26_a_draft_penalises_the_ids_before_each_of_its_tokens(drafts):
+    """Its history is the context and its own tokens so far; an id that it does not know is not taken for its last one."""
+    model, sampling = Table(random_law(1, 8)), Sampling(repetition_penalty=3.0)
+    drafter = ModelDraft(model)
+    drafter.start([3, 11], Table(random_law(0, 12)))
+    ids, q = drafter.propose([3, 11, 2], drafts, sampling, torch.Generator())
+    for i in range(drafts):
+        row = model.rows[[[2, *ids.tolist()][i]]]
+        assert torch.equal(q[i], sampling.probabilities(row, [[3, 2, *ids[:i].tolist()]])[0])
+        misread = sampling.probabilities(row, [[3, 7, 2, *ids[:i].tolist()]])[0]
+        assert 7 in ids[:i] or not torch.equal(q[i], misread)
+
+
 def test_one_cache_cannot_be_draft_and_target():
     table = Table(random_law(0, 8))  # offers no twin
     with pytest.raises(ValueError, match="share one cache"):

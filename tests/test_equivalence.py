@@ -80,7 +80,7 @@ def rough_law(size, rng):
 @pytest.mark.parametrize(
     ("seed", "law", "draws"), [(0, zipf(20), 500), (1, zipf(5000), 2000), (2, np.full(8, 1 / 8), 200)]
 )
-def test_one_sample_is_calibrated(seed, law, draws):
+def test_a33_one_sample_is_calibrated(seed, law, draws):
     samples = np.random.default_rng(seed).multinomial(draws, law, size=1000)
     pvalues = [eq.one_sample_chi2(sample, law).pvalue for sample in samples]
     assert sum(p < 0.01 for p in pvalues) in ONE_PERCENT
@@ -89,15 +89,15 @@ def test_one_sample_is_calibrated(seed, law, draws):
 @pytest.mark.parametrize(
     ("seed", "law", "draws"), [(3, zipf(20), (500, 500)), (4, zipf(5000), (2000, 2000)), (5, zipf(300), (4000, 500))]
 )
-def test_two_sample_is_calibrated(seed, law, draws):
+def test_a33_two_sample_is_calibrated(seed, law, draws):
     rng = np.random.default_rng(seed)
     pairs = zip(*(rng.multinomial(n, law, size=1000) for n in draws), strict=True)
     pvalues = [eq.two_sample_chi2(a, b).pvalue for a, b in pairs]
     assert sum(p < 0.01 for p in pvalues) in ONE_PERCENT
 
 
-def test_a_sample_is_no_law():
-    """A33: another sample taken for the law rejects a true null; this is what the two-sample form is for."""
+def test_a33_a_sample_is_no_law():
+    """Another sample taken for the law rejects a true null; this is what the two-sample form is for."""
     rng = np.random.default_rng(6)
     a, b = rng.multinomial(2000, zipf(200), size=(2, 200))
     as_law = [eq.one_sample_chi2(x, (y + 1e-9) / (y + 1e-9).sum()).pvalue for x, y in zip(a, b, strict=True)]
@@ -125,7 +125,7 @@ def test_chi2_by_hand():
     assert result.dof == 1 and result.statistic == pytest.approx(80 * (30 * 20 - 10 * 20) ** 2 / (40 * 40 * 50 * 30))
 
 
-def test_rare_categories_are_pooled_not_dropped():
+def test_a33_rare_categories_are_pooled_not_dropped():
     # All of the difference lies in categories that are each too rare: only the rest cell can show it.
     a, b = np.r_[1000, np.ones(60, int), np.zeros(60, int)], np.r_[1060, np.zeros(120, int)]
     result = eq.two_sample_chi2(a, b)
@@ -236,7 +236,7 @@ def two_arms(law_a, law_b, rng, prompts=4, answers=24, length=30):
     return pd.concat(arms, ignore_index=True)
 
 
-def test_permutation_is_calibrated_where_the_pooled_test_is_not():
+def test_a33_permutation_is_calibrated_where_the_pooled_test_is_not():
     rng, law = np.random.default_rng(13), sticky(12, 0.8)
     permuted, pooled = [], []
     for repeat in range(300):
@@ -447,7 +447,7 @@ def test_tost_power():
             eq.tost_power(*arguments)
 
 
-def test_holm():
+def test_a34_holm():
     # Sorted 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1 = 0.02, 0.03, 0.06, 0.04; the last may not be below the third.
     assert eq.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert eq.holm([0.9, 0.8]).tolist() == [1, 1] and eq.holm([]).tolist() == []

@@ -82,7 +82,7 @@ def test_a_cpu_has_nothing_to_wait_for(device):
     assert latency.synchronise(device) is None
 
 
-def test_forward_times_visits_every_cell_in_turn():
+def test_a35_forward_times_visits_every_cell_in_turn():
     models = {"target": TorchModel(tiny(0)), "draft": TorchModel(tiny(1))}
     context = list(range(3, 13))
     cells = list(latency.forward_times(models, (1, 2, 5, 15), context, repeats=3))
@@ -93,7 +93,7 @@ def test_forward_times_visits_every_cell_in_turn():
     assert all(model.length == 0 for model in models.values())
 
 
-def test_forward_times_runs_behind_the_context_after_a_warm_up_of_every_shape():
+def test_a35_a_warm_up_of_every_shape_behind_the_context():
     class Watched(TorchModel):
         def logits(self, ids):
             shapes.append((self.length, len(ids)))

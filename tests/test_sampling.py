@@ -236,7 +236,7 @@ def test_the_ends_of_the_unit_interval(uniform, monkeypatch):
             assert draw(law, torch.Generator()) == expected
 
 
-def test_draws_are_finer_than_float32():
+def test_a31_draws_are_finer_than_float32():
     u = float(torch.rand((), dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     for shift, drawn in ((2**-40, 0), (-(2**-40), 1)):
         law = torch.tensor([u + shift, 1 - u - shift], dtype=torch.float64)

@@ -29,7 +29,8 @@ class TorchModel:
 
     Raises:
         TypeError: not a transformers model.
-        ValueError: a model whose state cannot be rolled back (recurrent, hybrid) or that is not decoder-only.
+        ValueError: a model whose state cannot be rolled back (recurrent, hybrid), that is not decoder-only, or that
+            looks ahead (as BERT does without ``is_decoder``).
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer=None, name: str | None = None):
@@ -42,6 +43,8 @@ class TorchModel:
             )
         if model.config.is_encoder_decoder or model.get_output_embeddings() is None:
             raise ValueError(f"{self.name} is not a decoder-only language model")
+        if not _is_causal(model.get_decoder()):
+            raise ValueError(f"{self.name} looks ahead: a row of its logits depends on the tokens after it")
         self.model = model.eval()
         self.tokenizer = tokenizer
         config = model.config.get_text_config(decoder=True)
@@ -49,7 +52,7 @@ class TorchModel:
         if unlike:
             raise ValueError(f"{self.name} has layers whose state cannot be rolled back: {', '.join(sorted(unlike))}")
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
-        self.max_context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+        self.max_context = _window(config)
         self.eos = _end_tokens(config, model.generation_config, tokenizer)
         self.device = model.get_input_embeddings().weight.device
         self._cache = DynamicCache()
@@ -103,7 +106,26 @@ class TorchModel:
         output = self.model(
             input_ids=input_ids, position_ids=positions, cache=self._cache, use_cache=True, logits_to_keep=rows
         )
+        if self.length != start + len(ids):
+            raise ValueError(f"{self.name} does not use the cache it is given")
         return output.logits[0]
+
+
+def _is_causal(decoder) -> bool:
+    """What transformers says of a decoder's self-attention; a part that is not causal may be its cross-attention."""
+    parts = [part.is_causal for part in decoder.modules() if hasattr(part, "is_causal")]
+    said = any(parts) if parts else getattr(decoder.config, "is_decoder", True)
+    return said and getattr(decoder.config, "is_causal", True)
+
+
+def _window(config) -> int:
+    """How many positions have one meaning each."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if (
+        rope.get("rope_type") == "longrope"
+    ):  # a longer text rotates all positions anew, while the cache holds them as they were
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
 def _end_tokens(config, generation_config, tokenizer) -> tuple[int, ...]:

@@ -119,7 +119,7 @@ def test_columns_of_the_records_are_documented(checkout):
         assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(pd.read_csv(path).columns), path.name
 
 
-def test_timings_use_the_threads_of_the_machine(checkout):
+def test_a35_timings_use_the_threads_of_the_machine(checkout):
     """Snakemake sets OMP_NUM_THREADS for its jobs; a study under it must not run on one thread."""
     command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
     threads = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
@@ -140,7 +140,7 @@ def test_a_second_run_does_nothing(book, checkout, run):
     assert "started" not in again.stderr
 
 
-def test_a_broken_chapter_breaks_the_build(book, checkout, run):
+def test_a37_a_broken_chapter_breaks_the_build(book, checkout, run):
     path = checkout / "notebooks" / "analyse" / "acceptance.ipynb"
     good, page = path.read_text(), (book / "notebooks" / "acceptance.html").read_text()
     try:

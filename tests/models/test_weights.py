@@ -366,6 +366,30 @@ def test_conversion(tiny, capfd):
     assert "%" not in capfd.readouterr().err  # no bars
 
 
+def test_a32_a_gguf_model_is_its_file_proposes_k_and_scores_what_it_says(tiny, tmp_path):
+    import gguf
+    import torch
+
+    from specdec import ModelDraft, score, speculative
+    from specdec.models.loading import load
+
+    model = load("tiny", device="cpu", dtype="float32")
+    held, names = model.model.state_dict(), {"token_embd": "embed_tokens", "output_norm": "norm"}
+    parts = {"ffn_gate": "mlp.gate_proj", "ffn_norm": "post_attention_layernorm", "attn_v": "self_attn.v_proj"}
+    names |= {f"blk.{i}.{theirs}": f"layers.{i}.{ours}" for i in range(2) for theirs, ours in parts.items()}
+    file = {t.name.removesuffix(".weight"): t.data for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    for theirs, ours in names.items():
+        assert torch.equal(held[f"model.{ours}.weight"], torch.tensor(file[theirs]).bfloat16().float())
+    assert model.max_context == 128  # also read from the file
+
+    out = speculative(model, ModelDraft(model), [1, 2, 3], k=3, max_new_tokens=12)
+    assert [(r.asked, r.drafted, r.accepted) for r in out.rounds] == [(3, 3, 3)] * 3
+    logits = model.model(input_ids=torch.tensor([[1, 2, 3, *out.tokens]]), use_cache=False).logits[0, 2:-1]
+    expected = logits.log_softmax(-1)[range(12), out.tokens]
+    assert [r.logp for r in score(model, [1, 2, 3], out.tokens)] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert (expected < 0).all()
+
+
 def test_damaged_conversion_is_made_again(tiny, capfd):
     folder = weights.converted("tiny")
     stored = folder / "model.safetensors"

@@ -29,7 +29,7 @@ def test_there_are_notebooks():
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
-def test_sources_are_stripped_and_parameterised(path):
+def test_a37_sources_are_stripped_and_parameterised(path):
     cells = nbformat.read(path, as_version=4).cells
     assert sum("parameters" in cell.metadata.get("tags", []) for cell in cells) == 1
     assert all(not cell.outputs and cell.execution_count is None for cell in cells if cell.cell_type == "code")
@@ -53,19 +53,19 @@ def test_defaults_are_the_smoke_profile(step):
         ({"configuration": 3}, "configuration must be str"),
     ],
 )
-def test_bad_parameters_stop_before_the_kernel_starts(tmp_path, parameters, message):
+def test_a37_bad_parameters_stop_before_the_kernel_starts(tmp_path, parameters, message):
     with pytest.raises(ValueError, match=message):
         execute.execute(ROOT / "notebooks" / "measure" / "latency.ipynb", tmp_path / "out.ipynb", parameters)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_notebook_without_the_tag_is_refused(tmp_path):
+def test_a37_a_notebook_without_the_tag_is_refused(tmp_path):
     path = notebook(tmp_path / "source.ipynb", "machine = 'a'", tags=())
     with pytest.raises(ValueError, match="no cell tagged `parameters`"):
         execute.execute(path, tmp_path / "out.ipynb", {"machine": "b"})
 
 
-def test_parameters_arrive_and_leave_a_trace(tmp_path):
+def test_a37_parameters_arrive_and_leave_a_trace(tmp_path):
     path = notebook(tmp_path / "source.ipynb", "machine = 'a'", "print(machine)")
     printed = []
     for machine in ("b", "c"):
@@ -83,7 +83,7 @@ def test_two_runs_of_the_same_are_the_same_bytes(tmp_path):
     assert runs[0] == runs[1]
 
 
-def test_an_error_in_a_cell_is_an_exit_code_and_nothing_half_written(tmp_path):
+def test_a37_an_error_in_a_cell_is_an_exit_code_and_nothing_half_written(tmp_path):
     path = notebook(tmp_path / "source.ipynb", "machine = 'a'", "print('before')", "1 / 0")
     (tmp_path / "out.ipynb").write_text("the last good one")
     command = [sys.executable, "-m", "specdec.study.execute", str(path), str(tmp_path / "out.ipynb")]
@@ -94,7 +94,7 @@ def test_an_error_in_a_cell_is_an_exit_code_and_nothing_half_written(tmp_path):
     assert any(output.output_type == "error" for cell in kept.cells for output in cell.get("outputs", []))
 
 
-def test_pages_refuse_what_must_not_be_published(tmp_path):
+def test_a37_pages_refuse_what_must_not_be_published(tmp_path):
     path = notebook(tmp_path / "book" / "a.ipynb", "x = 1")
     assert any("not executed" in line for line in pages.faults(tmp_path / "book"))
     made = nbformat.read(path, as_version=4)

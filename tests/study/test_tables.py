@@ -64,7 +64,7 @@ def machine(tmp_path, monkeypatch):
     return tmp_path / "box"
 
 
-def test_speedup_is_paired_by_prompt_with_a_t_interval(machine):
+def test_a36_speedup_is_paired_by_prompt_with_a_t_interval(machine):
     make(machine, {0: [1.0, 4.0], 2: [0.5, 1.0]})
     row = tables.speedups("box").query("domain == 'all'").iloc[0]
     logs = np.log([2.0, 4.0])
@@ -74,7 +74,7 @@ def test_speedup_is_paired_by_prompt_with_a_t_interval(machine):
     assert row.prompts == 2 and row.baseline_tokens_per_second == pytest.approx(0.625)
 
 
-def test_baseline_against_itself_is_one(machine):
+def test_a35_a36_baseline_against_itself_is_one(machine):
     make(machine, {0: [1.0, 2.0, 3.0], 2: [1.0, 2.0, 3.0]})
     row = tables.speedups("box").iloc[0]
     assert (row.speedup, row.low, row.high) == pytest.approx((1, 1, 1))
@@ -146,7 +146,7 @@ def test_few_prompts_are_called_indicative(machine):
     assert "2 prompts, indicative" in claims.answer("box")
 
 
-def test_a_lucky_few_do_not_lead(machine):
+def test_a36_a_lucky_few_do_not_lead(machine):
     many = [1.0 + 0.01 * i for i in range(8)]
     make(machine, {0: many, 2: [p / 1.5 for p in many]})
     make(machine, {0: [1.0], 2: [0.1]}, name="prompt-lookup")
