@@ -26,7 +26,13 @@ if not MEASURED and not (records.RESULTS / MACHINE).is_dir():
 # Records that are there before anything runs; what is measured now is an output of its own rules.
 COMMITTED = sorted({MACHINE, *PUBLISHED[:1]} - ({LOCAL.name} if MEASURED else set()))
 
-FILES = {"latency": ["latency.csv", "bandwidth.csv"], "decode": ["answers.csv", "rounds.csv"], "sample": ["tokens.csv"]}
+FILES = {
+    "latency": ["latency.csv", "bandwidth.csv"],
+    "decode": ["answers.csv", "rounds.csv"],
+    "sample": ["tokens.csv"],
+    "teeth": ["detection.csv", "calibration.csv"],
+}
+OWN = {"teeth": ["specdec/study/teeth.py", "specdec/study/toys.py"]}  # code of one step only
 CHAPTERS = ["verification-cost", "acceptance", "speedup", "explore", "equivalence", "overview"]
 EXECUTED = expand("book/notebooks/{chapter}.ipynb", chapter=CHAPTERS)
 
@@ -144,7 +150,7 @@ for step, files in FILES.items():
             notebook=f"notebooks/measure/{step}.ipynb",
             weights=weight_files,
             prompts=sources("data/prompts/*.yml"),
-            code=sources("specdec/*.py", "specdec/models/*.py"),
+            code=sources("specdec/*.py", "specdec/models/*.py") + OWN.get(step, []),
         output:
             [f"{here(LOCAL)}/{{configuration}}/{file}" for file in files],
         params:
