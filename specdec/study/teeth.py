@@ -231,7 +231,7 @@ STEP_K = 3
 STEP_P = np.stack([TOY[i, i + 1] for i in range(STEP_K + 1)])  # rows at one frozen prefix
 STEP_Q = np.stack([TOY_DRAFT[i, i + 1] for i in range(STEP_K)])
 ANSWERS_K, ANSWERS_LENGTH = 4, 60
-TOPICS = toys.topics(toys.random_law(2, 16, order=2), 0.05)
+TOPICS = toys.topics(toys.random_law(2, 16, order=2), 0.2)
 TOPICS_DRAFT = toys.near(TOPICS, 3, 1.0)
 ANSWERS_PROMPTS = ((0, 1), (3, 12), (9, 5), (14, 2), (7, 8))
 TINY_PROMPTS = ([5, 6, 7], [60, 2, 33, 8], [9, 90, 41], [17, 17, 3])
