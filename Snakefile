@@ -32,6 +32,14 @@ FILES = {
     "sample": ["tokens.csv"],
     "rows": ["onestep.csv", "passes.csv"],
     "repeats": ["repeats.csv"],
+    "teeth": ["detection.csv", "calibration.csv"],
+}
+# Code of one step only.
+OWN = {
+    "sample": ["specdec/study/reference.py"],
+    "rows": ["specdec/study/rows.py"],
+    "repeats": ["specdec/study/reference.py"],
+    "teeth": ["specdec/study/teeth.py", "specdec/study/toys.py", "specdec/study/rows.py"],
 }
 CHAPTERS = ["verification-cost", "acceptance", "speedup", "explore", "equivalence", "overview"]
 EXECUTED = expand("book/notebooks/{chapter}.ipynb", chapter=CHAPTERS)
@@ -150,7 +158,7 @@ for step, files in FILES.items():
             notebook=f"notebooks/measure/{step}.ipynb",
             weights=weight_files,
             prompts=sources("data/prompts/*.yml"),
-            code=sources("specdec/*.py", "specdec/models/*.py"),
+            code=sources("specdec/*.py", "specdec/models/*.py") + OWN.get(step, []),
         output:
             [f"{here(LOCAL)}/{{configuration}}/{file}" for file in files],
         params:

@@ -1,23 +1,32 @@
-"""What the tests share: models whose law is known, the two decoders behind short names, the exact law of verification."""
+"""What the tests share: models, those of ``specdec.study.toys`` among them, and the two decoders behind short names."""
 
-import copy
-import importlib.util
 import itertools
-import types
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import specdec
 from specdec import drafts, verification
 from specdec.equivalence import one_sample_chi2
+from specdec.study.rows import recorded  # noqa: F401
+from specdec.study.toys import (  # noqa: F401
+    Table,
+    exact,
+    fresh,
+    noisy,
+    random_law,
+    rows,
+    rows_error,
+    tiny,
+    top,
+    watched,
+)
 
 GREEDY = specdec.Sampling(temperature=0)
 
@@ -57,60 +66,11 @@ def markov_llama(law, eos=None) -> LlamaForCausalLM:
     return model
 
 
-def tiny(seed, config=LlamaConfig, vocab=97, window=64, **changes) -> PreTrainedModel:
-    """Two layers of random weights: nothing is known of its law, but every cached position counts."""
-    torch.manual_seed(seed)
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}
-    # Ten times the usual spread of weights, so that rows differ by more than rounding and greedy answers do not stick.
-    settings = (
-        dict(vocab_size=vocab, max_position_embeddings=window, initializer_range=0.2, **shape, **tokens) | changes
-    )
-    return AutoModelForCausalLM.from_config(config(**settings)).eval()
-
-
-def noisy(model, spread=0.02):
-    """A draft for ``model`` that is right often but not always: a copy with noise on the weights."""
-    torch.manual_seed(0)
-    other = copy.deepcopy(model)
-    for w in other.parameters():
-        w.data += spread * torch.randn_like(w)
-    return other
-
-
 def words(names, **special):
     """A tokenizer of whole words: the id of a word is its place in ``names``."""
     tokenizer = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token=names[0]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-
-
-class Table:
-    """A model written by a user, without transformers: the law of the next token is a row of ``law``; zeros are allowed."""
-
-    def __init__(self, law, max_context=10**6):
-        self.rows = torch.as_tensor(np.asarray(law)).log().float()
-        self.vocab_size = len(self.rows)
-        self.max_context = max_context
-        self.eos = frozenset()
-        self.ids = []
-
-    @property
-    def length(self):
-        return len(self.ids)
-
-    def logits(self, ids):
-        self.ids += ids
-        return self.rows[list(ids)]
-
-    def drop_last(self, n):
-        del self.ids[len(self.ids) - n :]
 
 
 class Prefixes(Table):
@@ -148,18 +108,6 @@ def chain(size, path, eps=1e-6):
         law[here] = eps
         law[here, following] = 1 - eps * (size - 1)
     return law
-
-
-def random_law(seed, size, spread=1.0):
-    """(V, V), a softmax of normal logits."""
-    weights = np.exp(spread * np.random.default_rng(seed).normal(size=(size, size)))
-    return weights / weights.sum(-1, keepdims=True)
-
-
-def top(law, count):
-    """``law`` with only the ``count`` largest of each row, renormalised."""
-    kept = np.where(law >= np.sort(law, -1)[:, [-count]], law, 0)
-    return kept / kept.sum(-1, keepdims=True)
 
 
 @contextmanager
@@ -212,104 +160,6 @@ def pair_pvalue(answers, law, start, at):
     return one_sample_chi2(counts.ravel(), (marginal[:, None] * law).ravel()).pvalue
 
 
-# Caches
-
-
-class Recorded(specdec.TorchModel):
-    """A model that keeps every row of logits it gives, with where its block began."""
-
-    def __init__(self, *given):
-        super().__init__(*given)
-        self.blocks = []
-
-    def logits(self, ids):
-        start, rows = self.length, super().logits(ids)
-        self.blocks.append((start, list(ids), rows))
-        return rows
-
-
-def fresh(model, ids):
-    """Logits of every id, by transformers alone and without a cache."""
-    with torch.inference_mode():
-        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
-
-
-def rows_error(model, prompt, tokens):
-    """Of the rows from which ``tokens`` were drawn: the largest error against one pass without a cache.
-
-    A row counts if its block began where the cache says and all it read is in the answer; each token needs one.
-    """
-    text = prompt + tokens
-    right = fresh(model.model, text)
-    errors = {}
-    for start, ids, rows in model.blocks:
-        for i, row in enumerate(rows):
-            if text[start : start + i + 1] == ids[: i + 1]:
-                errors[start + i] = max(errors.get(start + i, 0), float((row - right[start + i]).abs().max()))
-    return max(errors.get(at, np.inf) for at in range(len(prompt) - 1, len(text) - 1))
-
-
-def watched(kind):
-    """``kind``, a ModelDraft, looking at itself after each proposal: its cache, and every q against a fresh pass."""
-
-    class Watched(kind):
-        def propose(self, context, k, sampling, generator):
-            ids, q = super().propose(context, k, sampling, generator)
-            if len(ids):
-                text = list(context) + ids.tolist()
-                assert self.model.length == len(text) - 1, "the cache holds all but the last draft token"
-                logits = fresh(self.model.model, text[:-1])[-len(ids) :]
-                right = sampling.probabilities(logits, [text[: len(context) + i] for i in range(len(ids))])
-                assert torch.allclose(q, right, atol=1e-5, rtol=1e-4), "q is not the law of a fresh pass"
-            return ids, q
-
-    return Watched
-
-
-# The exact law of verification
-
-
-def rows(seed, size, depth, zeros=0.0):
-    """Random laws of every prefix: a list over prefix lengths 0..depth-1 of float64 (V,) * i + (V,); some zeros."""
-    rng = np.random.default_rng(seed)
-    out = []
-    for i in range(depth):
-        weights = rng.exponential(size=(size,) * (i + 1)) * (rng.random((size,) * (i + 1)) >= zeros)
-        weights[..., rng.integers(size)] += weights.sum(-1) == 0  # no row may be empty
-        out.append(torch.as_tensor(weights / weights.sum(-1, keepdims=True)))
-    return out
-
-
-def exact(law, p, q, rule):
-    """What one round emits, summed over every draft and every outcome of ``law``.
-
-    Args:
-        p: K + 1 and q: K tables of context-dependent laws (``rows``).
-
-    Returns:
-        total variation between the joint law of the K + 1 next tokens (emitted, then extended by the target) and the
-        target's own, and the expected number of draft tokens kept.
-    """
-    size, count = len(p[0]), len(q)
-    mass = [torch.zeros((size,) * (n + 1), dtype=torch.float64) for n in range(count + 1)]  # by the number emitted
-    kept = 0.0
-    for drafted in itertools.product(range(size), repeat=count):
-        weight = float(np.prod([q[i][drafted[: i + 1]] for i in range(count)]))
-        if weight == 0:
-            continue
-        p_rows = torch.stack([p[i][drafted[:i]] for i in range(count + 1)])
-        q_rows = torch.stack([q[i][drafted[:i]] for i in range(count)]) if count else p_rows.new_empty(0, size)
-        stop, following = law(p_rows, q_rows, torch.tensor(drafted, dtype=torch.long), rule)
-        for i in range(count + 1):
-            mass[i][drafted[:i]] += weight * stop[i] * following[i]
-            kept += weight * i * float(stop[i])
-    joint, target = mass[0], p[0]
-    for i in range(1, count + 1):
-        joint = joint[..., None] * p[i] + mass[i]
-        target = target[..., None] * p[i]
-    return float((joint - target).abs().sum()) / 2, kept
-
-
 # The exact law of the loop
 
 
@@ -338,13 +188,3 @@ def every_outcome(monkeypatch, call):
             taken.pop()
         script = [at for at, _, _ in taken[:-1]] + [taken[-1][0] + 1] if taken else None
     return found
-
-
-def planted(name, old, new):
-    """The module ``name`` with one fault: its shipped source, the text ``old`` (which must occur once) replaced."""
-    source = Path(importlib.util.find_spec(name).origin).read_text()
-    assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times in {name}: the patch no longer applies"
-    module = types.ModuleType(name)
-    source = compile(source.replace(old, new), f"{name} with a planted fault", "exec")
-    exec(source, module.__dict__)  # noqa: S102
-    return module

@@ -14,7 +14,6 @@ from kit import (
     AR,
     GREEDY,
     G,
-    Recorded,
     Table,
     chain,
     draft,
@@ -24,6 +23,7 @@ from kit import (
     pair_pvalue,
     positions,
     random_law,
+    recorded,
     rows_error,
     tiny,
     top,
@@ -103,7 +103,7 @@ def test_greedy_equals_target_only(seed, K, rule):
 @pytest.fixture(scope="module")
 def real(smollm2):
     """SmolLM2 with its records on, a prompt that prompt lookup can copy from, and the greedy answer."""
-    target = Recorded(smollm2.model, smollm2.tokenizer)
+    target = recorded(smollm2)
     prompt = smollm2.tokenizer("one two three four, one two three four, one two")["input_ids"]
     answer = autoregressive(target, prompt, 16, GREEDY).tokens
     assert len(set(answer)) > 3
@@ -132,7 +132,7 @@ def test_every_row_agrees_with_a_pass_without_a_cache(real):
 
 @pytest.mark.parametrize("T", [0, 1])
 def test_every_row_agrees_with_a_pass_without_a_cache_over_many_rounds(T):
-    target = Recorded(tiny(0, window=256))
+    target = recorded(TorchModel(tiny(0, window=256)))
     tokens, out = G(target, noisy(target.model), PROMPT, 4, 200, T=T)
     assert {r.accepted for r in out.rounds} == set(range(5))
     assert rows_error(target, PROMPT, tokens) < 1e-5

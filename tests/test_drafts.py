@@ -18,7 +18,9 @@ PROMPT = [5, 6, 7, 8]
 def test_a20_the_draft_cache_is_right_after_every_round(K, filters):
     """The draft is the target with noise: rounds of every length, each followed by a look at the cache."""
     target = tiny(0, window=256)
-    _, out = G(target, watched(ModelDraft)(TorchModel(noisy(target))), PROMPT, K, 150, **filters)
+    drafter = watched(ModelDraft)(TorchModel(noisy(target)))
+    _, out = G(target, drafter, PROMPT, K, 150, **filters)
+    assert drafter.error < 1e-5
     assert {r.accepted for r in out.rounds} == set(range(K + 1))
 
 
@@ -26,7 +28,9 @@ def test_a20_the_draft_cache_is_right_after_every_round(K, filters):
 @pytest.mark.parametrize("K", range(1, 9))
 def test_a21_a_self_draft_is_always_accepted(K, T):
     target = TorchModel(tiny(0))
-    tokens, out = G(target, watched(ModelDraft)(target), PROMPT, K, 40, T=T)
+    drafter = watched(ModelDraft)(target)
+    tokens, out = G(target, drafter, PROMPT, K, 40, T=T)
+    assert drafter.error < 1e-5
     assert all(r.accepted == r.drafted == r.asked for r in out.rounds) and len(tokens) == 40
     assert [r.drafted for r in out.rounds[:-1]] == [K] * (len(out.rounds) - 1)
     if T == 0:

@@ -13,33 +13,16 @@ import pytest
 from scipy import stats
 
 from specdec import equivalence as eq
+from specdec.study.toys import heated, scored, sticky, walks, zipf
 
 ONE_PERCENT = range(2, 21)  # rejections in 1000 at 1 %: outside with probability 0.002
 
 
-def zipf(size, exponent=1.0):
-    weights = np.arange(1, size + 1) ** -exponent
-    return weights / weights.sum()
-
-
 def chain(law, answers, length, rng):
     """Tokens (answers, length) of a Markov chain with the (V, V) law, begun in a uniform state, and their prefixes."""
-    states = np.empty((answers, length + 1), dtype=int)
-    states[:, 0] = rng.integers(len(law), size=answers)
-    cumulative = law.cumsum(-1)
-    cumulative[:, -1] = 1
-    for t in range(length):
-        states[:, t + 1] = (cumulative[states[:, t]] < rng.random((answers, 1))).sum(-1)
-    return states[:, 1:], states[:, :-1]
-
-
-def sticky(size, stay):
-    return stay * np.eye(size) + (1 - stay) * zipf(size)
-
-
-def heated(law, temperature):
-    weights = law ** (1 / temperature)
-    return weights / weights.sum(-1, keepdims=True)
+    start = rng.integers(len(law), size=(answers, 1))
+    tokens = walks(law, start, length, rng)
+    return tokens, np.hstack([start, tokens[:, :-1]])
 
 
 def records(arm, tokens, prompts):
@@ -47,26 +30,6 @@ def records(arm, tokens, prompts):
     answers, length = tokens.shape
     answer = np.arange(answers).repeat(length)
     return pd.DataFrame({"arm": arm, "prompt": answer % prompts, "answer": answer // prompts, "token": tokens.ravel()})
-
-
-def scored(law, tokens, prefixes):
-    """The columns of ``specdec.score`` for tokens (any shape) drawn after prefixes, by the (V, V) law."""
-    tokens, rows = tokens.ravel(), law[prefixes.ravel()]
-    at = np.arange(len(tokens))
-    probability, logs = rows[at, tokens], np.log(rows)
-    entropy = -(rows * logs).sum(-1)
-    order = np.argsort(-rows, axis=-1, kind="stable")
-    rank = np.argsort(order, axis=-1)[at, tokens]
-    return pd.DataFrame(
-        {
-            "logp": np.log(probability),
-            "entropy": entropy,
-            "varentropy": (rows * (logs + entropy[:, None]) ** 2).sum(-1),
-            "cdf_id": rows.cumsum(-1)[at, tokens] - probability,
-            "cdf_rank": np.take_along_axis(rows, order, -1).cumsum(-1)[at, rank] - probability,
-            "probability": probability,
-        }
-    )
 
 
 def rough_law(size, rng):

@@ -46,6 +46,12 @@ class LayersSource(Record):
     layers: Count
 
 
+class ToySource(Record):
+    """The toy models of ``specdec.study.toys``: their law is known, their speed says nothing."""
+
+    kind: Literal["toy"]
+
+
 class Configuration(Record):
     """A draft and a target on one device in one dtype."""
 
@@ -53,10 +59,12 @@ class Configuration(Record):
     device: Literal["cpu", "mps", "cuda"]
     dtype: Literal["bfloat16", "float16", "float32"]
     target: str
-    draft: Annotated[ModelSource | LookupSource | LayersSource, Field(discriminator="kind")]
+    draft: Annotated[ModelSource | LookupSource | LayersSource | ToySource, Field(discriminator="kind")]
 
     def weights(self) -> list[str]:
         """Names of the weight files it needs, target first."""
+        if self.draft.kind == "toy":
+            return []
         return [self.target] + ([self.draft.weights] if self.draft.kind == "model" else [])
 
 
@@ -125,17 +133,41 @@ class Repeats(Record):
     seed: int
 
 
-STEPS = {"latency": Latency, "decode": Decode, "sample": Sample, "rows": Rows, "repeats": Repeats}
+class Teeth(Record):
+    """Parameters of ``teeth``: planted faults against every level, and the calibration of the tests.
+
+    runs: answers of the toy; draws: of one step; answers: to each prompt and arm of the tests of whole answers; repeats:
+    of every level but the certain ones; power_repeats: of the level that a fault rests on which no certain one sees.
+    """
+
+    runs: Count
+    draws: Count
+    answers: Count
+    repeats: Count
+    power_repeats: Count
+    calibration_repeats: Count
+    seed: int
+
+
+STEPS = {
+    "latency": Latency,
+    "decode": Decode,
+    "sample": Sample,
+    "rows": Rows,
+    "repeats": Repeats,
+    "teeth": Teeth,
+}
 
 
 class Plan(Record):
     """What one profile measures of one configuration; a step left out is not measured."""
 
-    latency: Latency
-    decode: Decode
+    latency: Latency | None = None
+    decode: Decode | None = None
     sample: Sample | None = None
     rows: Rows | None = None
     repeats: Repeats | None = None
+    teeth: Teeth | None = None
 
     @model_validator(mode="after")
     def _alike(self):

@@ -92,6 +92,8 @@ def memory(machine: str) -> pd.DataFrame:
     rates, costs = records(machine, "bandwidth"), forward_costs(machine)
     rows = []
     for name, run in runs(machine).items():
+        if "latency" not in run["steps"]:
+            continue
         rate = rates[rates.configuration == name].bytes_per_second.median()
         for model, size in run["steps"]["latency"]["weight_bytes"].items():
             t1 = costs[(costs.configuration == name) & (costs.model == model) & (costs.n == 1)]["median"].iloc[0]

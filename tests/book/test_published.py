@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from specdec.study import claims, configurations, execute, records, tables
+from specdec.study import claims, configurations, execute, records, tables, teeth
 from specdec.study.configurations import ROOT
 
 MACHINE = next(iter(records.published()), None)
@@ -32,6 +32,24 @@ def test_records_are_whole(name):
     rounds = tables.records(MACHINE, "rounds").query("configuration == @name")
     emitted = rounds.groupby(["prompt", "temperature", "k"]).emitted.sum()
     assert (emitted == decode.max_new_tokens).all()
+
+
+def test_every_level_looked_at_every_planted_fault():
+    run, plan = tables.runs(MACHINE)["toy"], configurations.plan("standard", "toy")
+    assert set(run["steps"]) == {"teeth"} and run["profile"] == "standard"
+    assert run["steps"]["teeth"]["parameters"] == plan.teeth.model_dump()
+    assert len(run["steps"]["teeth"]["commit"]) == 40
+    found, nulls = tables.records(MACHINE, "detection"), tables.records(MACHINE, "calibration")
+    looked = [(fault.name, name) for fault, level in teeth.units() for name in level.names]
+    assert list(zip(found.fault, found.level, strict=True)) == looked
+    assert not nulls.duplicated(["test", "dependence", "level"]).any() and (nulls.repeats >= 1000).all()
+
+
+def test_every_planted_fault_is_caught():
+    found = tables.records(MACHINE, "detection")
+    assert teeth.caught(found).notna().all()
+    certain = found[found.fault.isin([control.name for control in teeth.CONTROLS]) & found.certain]
+    assert len(certain) and not certain.detected.any()
 
 
 def test_records_are_small():

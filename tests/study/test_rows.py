@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from kit import markov_llama, noisy, pair_pvalue, planted, random_law, tiny
+from kit import markov_llama, noisy, pair_pvalue, random_law, tiny
 from transformers import GenerationConfig
 
 import specdec
 from specdec import ModelDraft, TorchModel, verification
 from specdec.study import reference, rows
+from specdec.study.teeth import planted
 
 T1 = specdec.Sampling()
 
