@@ -112,43 +112,6 @@ def test_scored_is_what_the_loop_scores():
 # What is made of the records
 
 
-def found(**changed):
-    row = {"fault": "a", "module": "drafts", "level": "toy", "size": 1, "repeats": 300, "detected": 300}
-    return row | {"certain": False, "largest_p": 0.0} | changed
-
-
-def test_rates_have_an_exact_bound():
-    table = teeth.rates(
-        pd.DataFrame(
-            [
-                found(),
-                found(detected=0),
-                found(detected=150),
-                found(certain=True, repeats=1, detected=1, largest_p=None),
-            ]
-        )
-    )
-    assert table.rate.tolist() == [1, 0, 0.5, 1]
-    assert table.low[0] == pytest.approx(0.05 ** (1 / 300)) and table.low[0] >= teeth.POWER
-    assert table.low[1] == 0 and 0.45 < table.low[2] < 0.5 and table.low[3] == 1
-
-
-def test_what_no_level_sees_is_named():
-    table = pd.DataFrame(
-        [
-            found(fault="none", module=None, detected=2),
-            found(fault="a", level="toy"),
-            found(fault="a", level="one step"),
-            found(fault="b", level="exact law", certain=True, repeats=1, detected=0),
-            found(fault="b", level="toy", detected=290),
-        ]
-    )
-    assert teeth.caught(table).fillna("").to_dict() == {"a": "one step", "b": ""}
-    wide = teeth.matrix(table)
-    assert list(wide.index) == ["none", "a", "b"] and list(wide) == ["exact law", "one step", "toy"]
-    assert np.isnan(wide.loc["a", "exact law"]) and wide.loc["b", "toy"] == 290 / 300
-
-
 def test_detection_counts_what_a_level_sees():
     fault = next(f for f in teeth.FAULTS if f.name == "one uniform for both draws")
     parameters = SMALL.model_copy(update={"power_repeats": 3, "repeats": 2})

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy import optimize, stats
+from scipy import optimize
 
 from specdec import Sampling, equivalence
 from specdec.study import toys
@@ -28,7 +28,6 @@ from specdec.study.rows import recorded
 
 LEVEL = 0.01  # a test detects where p <= LEVEL
 PERMUTATIONS = 199
-POWER, CONFIDENCE = 0.99, 0.95  # what is claimed of a fault that only tests see, and of the bound it is claimed by
 MODULES = ("verification", "drafts", "decoding")
 
 
@@ -567,35 +566,6 @@ def _edge(dependence, count):
         return mean((colder * (logs + entropy[:, None])).sum(-1), colder) - margin
 
     return toys.heated(law, optimize.brentq(excess, 0.2, 1)), margin
-
-
-# Reading the records
-
-
-def rates(found: pd.DataFrame) -> pd.DataFrame:
-    """``detection.csv`` with ``rate`` and ``low``, the exact one-sided lower bound (Clopper and Pearson) of the power.
-
-    Certain levels: the rate, 0 or 1, is the power.
-    """
-    rate = found.detected / found.repeats
-    bound = stats.beta.ppf(1 - CONFIDENCE, found.detected, found.repeats - found.detected + 1)
-    low = np.where(found.certain, rate, np.where(found.detected > 0, bound, 0.0))
-    return found.assign(rate=rate, low=low)
-
-
-def matrix(found: pd.DataFrame) -> pd.DataFrame:
-    """Detection rates, fault x level; NaN where a level does not run the module of the fault."""
-    wide = rates(found).pivot(index="fault", columns="level", values="rate")
-    return wide.reindex(index=found.fault.unique(), columns=[name for name in NAMES if name in wide])
-
-
-def caught(found: pd.DataFrame) -> pd.Series:
-    """By fault: the first level, cheapest first, that sees it at ``POWER`` with confidence; missing where none does."""
-    table = rates(found)
-    table = table[table.module.notna() & (table.module != "")]
-    seen = table[table.low >= POWER].set_index("fault").level
-    first = seen.map(NAMES.index).groupby(level=0).min().map(NAMES.__getitem__)
-    return first.reindex(table.fault.unique())
 
 
 # Helpers

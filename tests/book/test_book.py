@@ -18,6 +18,7 @@ CHAPTERS = ["verification-cost", "acceptance", "speedup", "explore", "equivalenc
 TEXTS = ["method", "discussion", "reproduce", "contribute", "cite", "glossary", "reference", "records", "references"]
 PAGES = ["index", *TEXTS, "notebooks/figures"] + [f"notebooks/{c}" for c in CHAPTERS]
 FIGURES = ["verification-cost", "survival", "speedup-by-k", "speedup-by-configuration", "pooled-null", "pit"]
+FIGURES += ["detection-matrix", "calibration"]
 
 
 class Links(HTMLParser):
