@@ -16,7 +16,7 @@ LEVEL = 0.95  # of every interval of a mean
 MEDIAN_LEVEL = 0.90  # of every interval of a median: five repeats give no more, from their smallest to their largest
 FEW = 8  # prompts; a point that rests on fewer is called indicative
 
-# Fixed before any run: the arms that are compared, the level of the family, the margin of equivalence.
+# Fixed whatever the records say: the arms that are compared, the level of the family, the margin of equivalence.
 PAIRS = (("speculative", "target-only"), ("speculative", "transformers"), ("target-only", "transformers"))
 ALPHA = 0.05  # of Holm's correction over the family
 MARGIN = 0.04  # nat a token, of the two one-sided tests
