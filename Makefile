@@ -41,7 +41,7 @@ study: .venv/.stamp
 	@$(RUN) $(SNAKEMAKE) --config profile=$(PROFILE) $(CONFIG) -- study || $(FAILED)
 
 test: .venv/.stamp
-	@$(RUN) -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(RUN) -m pytest $(ARGS)
 
 clean:
 	@rm -rf _build book/notebooks book/generated

@@ -9,13 +9,6 @@ from specdec.study import pdf
 from specdec.study.configurations import ROOT
 
 
-def pytest_collection_modifyitems(items):
-    """One process for all that look at the book: it is built once."""
-    for item in items:
-        if item.path.is_relative_to(ROOT / "tests" / "book"):
-            item.add_marker(pytest.mark.xdist_group("book"))
-
-
 @pytest.fixture(scope="session")
 def run():
     """snakemake in a checkout, as make calls it."""
