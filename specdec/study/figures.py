@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -81,7 +82,7 @@ def keep(figure, name: str, data: pd.DataFrame, machine: str, source: dict, conf
     if not all(text.values()):
         raise ValueError(f"figure {name!r} has no {' and no '.join(key for key in text if not text[key])}")
     FOLDER.mkdir(parents=True, exist_ok=True)
-    figure.supxlabel(origin_line(machine, configurations), fontsize=8, color="#555555")
+    credit(figure, origin_line(machine, configurations))
     for kind in ("svg", "png"):
         temporary = FOLDER / f"{name}.partial.{kind}"
         figure.savefig(temporary, metadata={"Date": None} if kind == "svg" else {"Software": None}, facecolor="white")
@@ -92,6 +93,12 @@ def keep(figure, name: str, data: pd.DataFrame, machine: str, source: dict, conf
     facts = origin(machine, configurations) | {"id": name, "notebook": notebook, "parameters": parameters} | text
     write_text(FOLDER / f"{name}.json", json.dumps(facts, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
     display(SVG((FOLDER / f"{name}.svg").read_text(encoding="utf-8")))
+
+
+def credit(figure, text: str) -> None:
+    """Small type under a figure, on as many lines as its width asks for."""
+    wrapped = textwrap.fill(text, int(18 * figure.get_figwidth()))  # letters an inch, in this size
+    figure.supxlabel(wrapped, fontsize=8, color="#555555")
 
 
 def described(notebook: str, name: str) -> dict[str, str]:
