@@ -121,9 +121,8 @@ def _is_causal(decoder) -> bool:
 def _window(config) -> int:
     """How many positions have one meaning each."""
     rope = getattr(config, "rope_parameters", None) or {}
-    if (
-        rope.get("rope_type") == "longrope"
-    ):  # a longer text rotates all positions anew, while the cache holds them as they were
+    # Past its first window longrope rotates all positions anew, while the cache holds them as they were.
+    if rope.get("rope_type") == "longrope":
         return rope["original_max_position_embeddings"]
     return getattr(config, "max_position_embeddings", None) or sys.maxsize
 

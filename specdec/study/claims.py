@@ -119,7 +119,7 @@ def sampled(tokens: pd.DataFrame) -> str:
 
 
 def refutations(tokens, steps, passes, greedy) -> pd.DataFrame:
-    """What would have refuted "lossless", fixed before the run, and what was found.
+    """What would have refuted "lossless", by the limits in ``tables``, and what was found.
 
     Args:
         tokens: of one configuration; steps, passes: the records ``onestep`` and ``passes``; greedy: of

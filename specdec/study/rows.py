@@ -115,6 +115,14 @@ def recorded(target):
     return other
 
 
+def readings(blocks, text: list[int]) -> Iterator[tuple]:
+    """(place in ``text``, row) of every recorded row that has read, of its block, only what stands in ``text``."""
+    for start, ids, rows in blocks:
+        for i, row in enumerate(rows):
+            if text[start : start + i + 1] == ids[: i + 1]:
+                yield start + i, row
+
+
 def passes(target, prompt_ids: Sequence[int], tokens: Sequence[int], blocks) -> Iterator[dict]:
     """The rows an answer was drawn from, against rows of one token and of a pass without a cache over the same text.
 
@@ -128,11 +136,7 @@ def passes(target, prompt_ids: Sequence[int], tokens: Sequence[int], blocks) -> 
         ValueError: a token that was drawn from none of the rows: the cache did not hold the answer.
     """
     text = [*prompt_ids, *tokens]
-    drawn_from = {}
-    for start, ids, rows in blocks:
-        for i, row in enumerate(rows):
-            if text[start : start + i + 1] == ids[: i + 1]:  # all it has read is in the answer
-                drawn_from[start + i] = row
+    drawn_from = dict(readings(blocks, text))
     first = len(prompt_ids) - 1
     missing = [at - first for at in range(first, len(text) - 1) if at not in drawn_from]
     if missing:

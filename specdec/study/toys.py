@@ -11,6 +11,8 @@ import itertools
 import numpy as np
 import pandas as pd
 
+from specdec.study.rows import readings
+
 # Laws: the last axis is the next token, the axes before it the tokens it depends on
 
 
@@ -192,10 +194,8 @@ def rows_error(model, prompt: list[int], tokens: list[int]) -> float:
     text = prompt + tokens
     right = fresh(model.model, text)
     errors = {}
-    for start, ids, rows in model.blocks:
-        for i, row in enumerate(rows):
-            if text[start : start + i + 1] == ids[: i + 1]:
-                errors[start + i] = max(errors.get(start + i, 0), float((row - right[start + i]).abs().max()))
+    for at, row in readings(model.blocks, text):
+        errors[at] = max(errors.get(at, 0), float((row - right[at]).abs().max()))
     return max(errors.get(at, np.inf) for at in range(len(prompt) - 1, len(text) - 1))
 
 
