@@ -131,17 +131,23 @@ def first_layers(model: TorchModel, count: int) -> TorchModel:
     Raises:
         ValueError: count is not in 1 .. number of layers.
     """
-    config = copy.deepcopy(model.model.config)
-    if not 1 <= count <= config.num_hidden_layers:
-        raise ValueError(f"count must lie in 1..{config.num_hidden_layers}, not {count!r}")
-    config.num_hidden_layers = count
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:count]
-    small = type(model.model)(config)
-    small.load_state_dict(model.model.state_dict(), strict=False, assign=True)
-    small.tie_weights()
-    small.to(model.device)  # buffers that no state dict holds
+    whole = model.model
+    if not 1 <= count <= whole.config.num_hidden_layers:
+        raise ValueError(f"count must lie in 1..{whole.config.num_hidden_layers}, not {count!r}")
+    # Copied are the modules that hold others; what holds weights is shared, whatever form these have.
+    leaves = (module for module in whole.modules() if not any(module.children()))
+    small = copy.deepcopy(whole, {id(part): part for part in (*leaves, *whole.parameters(), *whole.buffers())})
+    del _stack(small)[count:]
+    small.config.num_hidden_layers = count
+    if getattr(small.config, "layer_types", None):
+        small.config.layer_types = small.config.layer_types[:count]
     return TorchModel(small, model.tokenizer, f"{model.name}, first {count} layers")
+
+
+def _stack(model) -> torch.nn.ModuleList:
+    """The decoder layers of a transformers model."""
+    lists = (module for module in model.get_decoder().modules() if isinstance(module, torch.nn.ModuleList))
+    return next(layers for layers in lists if len(layers) == model.config.num_hidden_layers)
 
 
 def _read(model, ids) -> None:

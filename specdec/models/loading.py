@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from specdec.models import packing
 from specdec.models import weights as files
 from specdec.models.torch_model import TorchModel
 
@@ -25,23 +26,32 @@ def load(
         backend: "torch".
         device: "auto" (CUDA, else MPS, else the CPU) or a torch device such as "cuda:1".
         dtype: "bfloat16", "float16" or "float32"; the manifest's weights are bfloat16, float32 is them up-cast.
-        weights: "dense".
+        weights: "dense", or "int8": 8-bit weights and activations (``specdec.models.packing``), on a CPU only.
 
     Raises:
         ValueError: a value that is not offered, a device that is not there, or a name that is none of the three kinds.
         specdec.models.weights.WeightsUnavailable: no source has the weights.
     """
     _check("backend", backend, ("torch",))
-    _check("weights", weights, ("dense",))
+    _check("weights", weights, ("dense", "int8"))
     _check("dtype", dtype, tuple(_DTYPES))
     place = _device(device)
+    if weights == "int8":
+        missing = packing.int8_missing() if place.type == "cpu" else f"it runs on a CPU, not on {place.type}"
+        if missing:
+            raise ValueError(f"weights='int8' is not available: {missing}")
     folder = _locate(name)
     # Reading a folder takes seconds; a download from the hub may take an hour, and keeps its bar.
     with files.without_bars() if isinstance(folder, Path) else nullcontext():
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[dtype])
     model.requires_grad_(False)
-    return TorchModel(model.to(place), tokenizer=tokenizer, name=str(name))
+    loaded = TorchModel(model.to(place), tokenizer=tokenizer, name=str(name))
+    if weights == "int8":
+        packing.pack(model, packing.Int8Linear)
+    elif place.type == "cpu" and packing.packs(model.dtype):
+        packing.pack(model, packing.PackedLinear)
+    return loaded
 
 
 def _check(what: str, value: str, offered: tuple[str, ...]) -> None:

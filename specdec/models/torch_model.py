@@ -51,7 +51,7 @@ class TorchModel:
         unlike = set(getattr(config, "layer_types", None) or ()) - _ROLLS_BACK
         if unlike:
             raise ValueError(f"{self.name} has layers whose state cannot be rolled back: {', '.join(sorted(unlike))}")
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size = model.get_output_embeddings().out_features
         self.max_context = _window(config)
         self.eos = _end_tokens(config, model.generation_config, tokenizer)
         self.device = model.get_input_embeddings().weight.device

@@ -49,7 +49,7 @@ def prompt_ids(tokenizer, text: str) -> list[int]:
 def weight_bytes(model) -> int:
     """Bytes of weights that one forward pass of a few tokens reads: all but the rows of an embedding table of its own."""
     hf = model.model
-    table, head = hf.get_input_embeddings().weight, hf.get_output_embeddings().weight
-    size = sum(p.numel() * p.element_size() for p in hf.parameters())
-    tied = table.data_ptr() == head.data_ptr()
-    return size if tied else size - table.numel() * table.element_size()
+    table, head = hf.get_input_embeddings().weight, hf.get_output_embeddings()
+    size = sum(p.nbytes for p in hf.parameters()) + sum(getattr(m, "packed_bytes", 0) for m in hf.modules())
+    tied = getattr(head, "weight", None) is not None and head.weight.data_ptr() == table.data_ptr()
+    return size if tied else size - table.nbytes

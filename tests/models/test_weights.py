@@ -369,12 +369,14 @@ def test_conversion(tiny, capfd):
 def test_a32_a_gguf_model_is_its_file_proposes_k_and_scores_what_it_says(tiny, tmp_path):
     import gguf
     import torch
+    import transformers
 
     from specdec import ModelDraft, score, speculative
     from specdec.models.loading import load
 
     model = load("tiny", device="cpu", dtype="float32")
-    held, names = model.model.state_dict(), {"token_embd": "embed_tokens", "output_norm": "norm"}
+    dense = transformers.AutoModelForCausalLM.from_pretrained(weights.converted("tiny"), dtype=torch.float32)
+    held, names = dense.state_dict(), {"token_embd": "embed_tokens", "output_norm": "norm"}
     parts = {"ffn_gate": "mlp.gate_proj", "ffn_norm": "post_attention_layernorm", "attn_v": "self_attn.v_proj"}
     names |= {f"blk.{i}.{theirs}": f"layers.{i}.{ours}" for i in range(2) for theirs, ours in parts.items()}
     file = {t.name.removesuffix(".weight"): t.data for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
@@ -384,7 +386,7 @@ def test_a32_a_gguf_model_is_its_file_proposes_k_and_scores_what_it_says(tiny, t
 
     out = speculative(model, ModelDraft(model), [1, 2, 3], k=3, max_new_tokens=12)
     assert [(r.asked, r.drafted, r.accepted) for r in out.rounds] == [(3, 3, 3)] * 3
-    logits = model.model(input_ids=torch.tensor([[1, 2, 3, *out.tokens]]), use_cache=False).logits[0, 2:-1]
+    logits = dense(input_ids=torch.tensor([[1, 2, 3, *out.tokens]]), use_cache=False).logits[0, 2:-1]
     expected = logits.log_softmax(-1)[range(12), out.tokens]
     assert [r.logp for r in score(model, [1, 2, 3], out.tokens)] == pytest.approx(expected.tolist(), abs=1e-5)
     assert (expected < 0).all()
@@ -450,7 +452,7 @@ def test_load_refuses_what_is_not_offered(shelf):
     shelf.add("tiny", DATA)
     for arguments, named in (
         ({"backend": "llama.cpp"}, "llama.cpp.*'torch'"),
-        ({"weights": "int8"}, "int8.*'dense'"),
+        ({"weights": "int4"}, "int4.*'dense', 'int8'"),
         ({"dtype": "int4"}, "int4.*'bfloat16'"),
         ({"device": "cuda:99"}, "cuda:99"),
         ({"device": "abacus"}, "abacus"),

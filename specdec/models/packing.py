@@ -1,0 +1,97 @@
+"""Linear layers laid out once for a CPU's matrix kernels.
+
+Decoding reads every weight for each pass and does little with it, so a pass over a few tokens can be as fast as memory is
+read, if the kernel finds the weights in the order in which it wants them. torch's own linear layer re-orders them in
+every call, which costs as much as the product itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+
+# Without VNNI instructions the kernel adds pairs of products in 16 bits: 7 bits of activation keep them from overflowing.
+_ZERO, _LEVELS = (128, 127) if torch.cpu._is_vnni_supported() else (64, 63)
+# Passes of fewer rows are filled up with zeros: oneDNN's kernels for one and two rows are slower than the one for four.
+_ROWS = 4
+
+
+class PackedLinear(nn.Module):
+    """A linear layer with its weights in oneDNN's own order; same dtype, same result up to rounding.
+
+    Args:
+        linear: the layer to take over, in bfloat16 or float32 on the CPU.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.packed_bytes = linear.weight.nbytes
+        self.register_buffer("packed", torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS))
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features); a row of the result depends on its own row only."""
+        rows = x.reshape(-1, self.in_features)
+        filled = nn.functional.pad(rows, (0, 0, 0, _ROWS - len(rows))) if len(rows) < _ROWS else rows
+        out = torch.ops.mkldnn._linear_pointwise(filled, self.packed, self.bias, "none", [], "")
+        return out[: len(rows)].reshape(*x.shape[:-1], self.out_features)
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with 8-bit weights (one scale an output) and 8-bit activations (one scale a token).
+
+    The scale of a token comes from that token alone: with one for the whole block, as torch's dynamic quantisation takes
+    it, a row would depend on the tokens after it, and a model that does may draft but not be a target.
+
+    Args:
+        linear: the layer to take over, on the CPU.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight = linear.weight.detach().float()
+        scale = weight.abs().amax(1).double().clamp_min(1e-12) / 127
+        with (
+            warnings.catch_warnings()
+        ):  # this way of quantising will go, says torch; the kernel takes weights in no other
+            warnings.simplefilter("ignore", UserWarning)
+            weight = torch.quantize_per_channel(weight, scale, torch.zeros(len(scale)).long(), 0, torch.qint8)
+        self.packed = torch.ops.quantized.linear_prepack(weight, None)
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().float())
+        self.packed_bytes = linear.weight.numel()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features); a row of the result depends on its own row only."""
+        rows = x.float()
+        scale = rows.abs().amax(-1, keepdim=True).clamp_min(1e-12) / _LEVELS
+        # Already whole numbers: the kernel's own quantisation, with one scale for all, leaves them as they are.
+        whole = (rows / scale).round_()
+        out = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(whole, 1.0, _ZERO, self.packed)
+        out = out.mul_(scale) if self.bias is None else torch.addcmul(self.bias, out, scale)
+        return out.to(x.dtype)
+
+
+def pack(model: nn.Module, kind: type[nn.Module]) -> None:
+    """Put a ``kind`` in the place of every linear layer of ``model``, one after the other: at no time are all there twice."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, kind(child))
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Whether this machine's torch packs dense weights of ``dtype``."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def int8_missing() -> str | None:
+    """Why 8-bit weights cannot be used on this machine; None if they can."""
+    if {"x86", "fbgemm"} & set(torch.backends.quantized.supported_engines):
+        return None
+    return "this build of torch has no 8-bit kernels for this CPU (x86 only)"
