@@ -7,13 +7,13 @@ every call, which costs as much as the product itself.
 
 from __future__ import annotations
 
+import platform
 import warnings
 
 import torch
 from torch import nn
 
-# Without VNNI instructions the kernel adds pairs of products in 16 bits: 7 bits of activation keep them from overflowing.
-_ZERO, _LEVELS = (128, 127) if torch.cpu._is_vnni_supported() else (64, 63)
+_X86 = platform.machine().lower() in {"x86_64", "amd64"}
 # Passes of fewer rows are filled up with zeros: oneDNN's kernels for one and two rows are slower than the one for four.
 _ROWS = 4
 
@@ -55,22 +55,25 @@ class Int8Linear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         weight = linear.weight.detach().float()
         scale = weight.abs().amax(1).double().clamp_min(1e-12) / 127
-        with (
-            warnings.catch_warnings()
-        ):  # this way of quantising will go, says torch; the kernel takes weights in no other
+        # This way of quantising will go, says torch; the kernel takes its weights in no other form.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             weight = torch.quantize_per_channel(weight, scale, torch.zeros(len(scale)).long(), 0, torch.qint8)
         self.packed = torch.ops.quantized.linear_prepack(weight, None)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().float())
+        # Without VNNI the kernel adds pairs of products in 16 bits: activations of 7 bits keep them from overflowing.
+        self.levels = 127 if torch.cpu._is_vnni_supported() else 63
         self.packed_bytes = linear.weight.numel()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features); a row of the result depends on its own row only."""
         rows = x.float()
-        scale = rows.abs().amax(-1, keepdim=True).clamp_min(1e-12) / _LEVELS
+        scale = rows.abs().amax(-1, keepdim=True).clamp_min(1e-12) / self.levels
         # Already whole numbers: the kernel's own quantisation, with one scale for all, leaves them as they are.
         whole = (rows / scale).round_()
-        out = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(whole, 1.0, _ZERO, self.packed)
+        out = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            whole, 1.0, self.levels + 1, self.packed
+        )
         out = out.mul_(scale) if self.bias is None else torch.addcmul(self.bias, out, scale)
         return out.to(x.dtype)
 
@@ -84,14 +87,14 @@ def pack(model: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether this machine's torch packs dense weights of ``dtype``."""
-    if not torch.backends.mkldnn.is_available():
+    """Whether dense weights of ``dtype`` are packed on this machine: only where that was seen to be faster."""
+    if not (_X86 and torch.backends.mkldnn.is_available()):
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def int8_missing() -> str | None:
     """Why 8-bit weights cannot be used on this machine; None if they can."""
-    if {"x86", "fbgemm"} & set(torch.backends.quantized.supported_engines):
+    if _X86 and "fbgemm" in torch.backends.quantized.supported_engines:
         return None
-    return "this build of torch has no 8-bit kernels for this CPU (x86 only)"
+    return "torch has 8-bit kernels for x86 only"

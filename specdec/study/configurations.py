@@ -17,6 +17,7 @@ DOMAINS = ("code", "conversation", "summarisation")
 
 Count = Annotated[int, Field(ge=1)]
 Domain = Literal["code", "conversation", "summarisation"]
+Format = Literal["dense", "int8"]
 
 
 class Record(BaseModel):
@@ -26,10 +27,11 @@ class Record(BaseModel):
 
 
 class ModelSource(Record):
-    """A draft model: a name of ``data/weights.yml``."""
+    """A draft model: a name of ``data/weights.yml``, and the form in which its weights are used (``specdec.load``)."""
 
     kind: Literal["model"]
     weights: str
+    format: Format = "dense"
 
 
 class LookupSource(Record):
@@ -53,13 +55,18 @@ class ToySource(Record):
 
 
 class Configuration(Record):
-    """A draft and a target on one device in one dtype."""
+    """A draft and a target on one device; ``dtype`` is that of dense weights and of all activations."""
 
     title: str
     device: Literal["cpu", "mps", "cuda"]
     dtype: Literal["bfloat16", "float16", "float32"]
     target: str
+    format: Format = "dense"  # of the target's weights
     draft: Annotated[ModelSource | LookupSource | LayersSource | ToySource, Field(discriminator="kind")]
+
+    def formats(self) -> set[str]:
+        """The forms of weights it needs."""
+        return {self.format, getattr(self.draft, "format", self.format)}
 
     def weights(self) -> list[str]:
         """Names of the weight files it needs, target first."""

@@ -9,10 +9,14 @@ def unavailable(configuration: Configuration) -> str | None:
     """Why ``configuration`` cannot run on this machine; None if it can."""
     import torch
 
+    from specdec.models import packing
+
     if configuration.device == "cuda" and not torch.cuda.is_available():
         return "no CUDA device here"
     if configuration.device == "mps" and not torch.backends.mps.is_available():
         return "no Apple GPU (MPS) here"
+    if "int8" in configuration.formats():
+        return packing.int8_missing() if configuration.device == "cpu" else "8-bit weights run on a CPU only"
     return None
 
 
@@ -21,14 +25,24 @@ def build(configuration: Configuration):
     import specdec
     from specdec.drafts import first_layers
 
-    target = specdec.load(configuration.target, device=configuration.device, dtype=configuration.dtype)
+    place = {"device": configuration.device, "dtype": configuration.dtype}
+    target = specdec.load(configuration.target, weights=configuration.format, **place)
     source = configuration.draft
     if source.kind == "prompt-lookup":
         return target, specdec.PromptLookup(source.max_ngram)
     if source.kind == "first-layers":
         return target, specdec.ModelDraft(first_layers(target, source.layers))
-    model = specdec.load(source.weights, device=configuration.device, dtype=configuration.dtype)
+    model = specdec.load(source.weights, weights=source.format, **place)
     return target, specdec.ModelDraft(model)
+
+
+def dense_target(configuration: Configuration):
+    """The target with dense weights where the configuration's are not; None where they are."""
+    import specdec
+
+    if configuration.format == "dense":
+        return None
+    return specdec.load(configuration.target, device=configuration.device, dtype=configuration.dtype)
 
 
 def prompt_ids(tokenizer, text: str) -> list[int]:

@@ -123,11 +123,12 @@ def readings(blocks, text: list[int]) -> Iterator[tuple]:
                 yield start + i, row
 
 
-def passes(target, prompt_ids: Sequence[int], tokens: Sequence[int], blocks) -> Iterator[dict]:
+def passes(target, prompt_ids: Sequence[int], tokens: Sequence[int], blocks, dense=None) -> Iterator[dict]:
     """The rows an answer was drawn from, against rows of one token and of a pass without a cache over the same text.
 
     Args:
         blocks: what :func:`recorded` kept while the answer was decoded.
+        dense: the target with dense weights, where its own are not.
 
     Yields:
         for each token the columns of ``passes.csv`` from ``position`` on.
@@ -147,15 +148,26 @@ def passes(target, prompt_ids: Sequence[int], tokens: Sequence[int], blocks) -> 
     free = target.logits(text[:-1])[first:]
     target.drop_last(target.length)
     target.prefill(text[:first])
+    if dense is not None:
+        dense.drop_last(dense.length)
+        exact = dense.logits(text[:-1])[first:]
+        dense.drop_last(dense.length)
     for position in range(len(tokens)):
         single, block = target.logits([text[first + position]])[0], drawn_from[first + position]
         best = single.topk(2)
         yield {
             "position": position,
-            "tv": float((single.softmax(-1) - block.softmax(-1)).abs().sum() / 2),
+            "tv": _tv(single, block),
             "error_block": float((block - free[position]).abs().max()),
             "error_single": float((single - free[position]).abs().max()),
             "gap": float(best.values[0] - best.values[1]),
             "flipped": int(block.argmax()) != int(best.indices[0]),
+            "tv_dense": None if dense is None else _tv(exact[position], free[position]),
+            "agrees_dense": None if dense is None else bool(exact[position].argmax() == free[position].argmax()),
         }
     target.drop_last(target.length)
+
+
+def _tv(one, other) -> float:
+    """Total variation between the laws of two rows of logits."""
+    return float((one.softmax(-1) - other.softmax(-1)).abs().sum() / 2)

@@ -11,7 +11,7 @@ import specdec
 from specdec import TorchModel
 from specdec.drafts import first_layers
 from specdec.models import loading, packing
-from specdec.study import pairs
+from specdec.study import configurations, pairs
 
 PREFIX = torch.randint(3, 97, (20,), generator=torch.Generator().manual_seed(0)).tolist()
 DTYPES = [torch.float32, torch.bfloat16]
@@ -54,7 +54,7 @@ def test_an_int8_layer_rounds_weights_by_output_and_activations_by_token(dtype, 
     rounded = (weight / step).round() * step
     for n in ROWS:
         x = torch.randn(1, n, 96).to(dtype) * torch.logspace(-3, 3, n)[:, None].to(dtype)
-        scale = x.float().abs().amax(-1, keepdim=True) / packing._LEVELS
+        scale = x.float().abs().amax(-1, keepdim=True) / int8.levels
         expected = (x.float() / scale).round() * scale @ rounded.T + (dense.bias.float() if bias else 0)
         # A weight half way between two steps may go to either; quantising itself costs ten times as much.
         assert ((int8(x).float() - expected).norm(dim=-1) < 4e-3 * expected.norm(dim=-1)).all()
@@ -167,6 +167,29 @@ def test_int8_is_for_a_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(packing, "int8_missing", lambda: "no 8-bit kernels")
     with pytest.raises(ValueError, match="no 8-bit kernels"):
         loading.load("huge", device="cpu", weights="int8")
+
+
+def test_a_configuration_loads_each_model_in_its_form(monkeypatch):
+    loads = []
+    monkeypatch.setattr(specdec, "load", lambda name, **form: loads.append((name, form)) or TorchModel(tiny(0)))
+    place = {"device": "cpu", "dtype": "bfloat16"}
+    declared = configurations.study().configurations
+    for name, target, draft in (
+        ("cpu-bf16", "dense", "dense"),
+        ("int8-draft", "dense", "int8"),
+        ("int8-both", "int8", "int8"),
+        ("int8-target", "int8", "dense"),
+    ):
+        loads.clear()
+        pairs.build(declared[name])
+        assert loads == [
+            ("qwen2.5-coder-1.5b", place | {"weights": target}),
+            ("qwen2.5-coder-0.5b", place | {"weights": draft}),
+        ]
+        dense = pairs.dense_target(declared[name])
+        assert (dense is None) == (target == "dense") and loads[2:] == ([] if dense is None else [(loads[0][0], place)])
+        monkeypatch.setattr(packing, "int8_missing", lambda: "no kernels")
+        assert pairs.unavailable(declared[name]) == (None if name == "cpu-bf16" else "no kernels")
 
 
 def test_what_cannot_be_packed_stays_as_it_is(tmp_path, monkeypatch):

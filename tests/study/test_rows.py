@@ -57,11 +57,11 @@ def test_a_frozen_round_has_the_rows_of_the_loop():
     assert target.length == 0 and not q[:, 89:].any()
 
 
-def answer(loop=specdec):
+def answer(loop=specdec, dense=None):
     target = TorchModel(tiny(0, window=256))
     watched = rows.recorded(target)
     out = loop.speculative(watched, ModelDraft(TorchModel(noisy(target.model, 0.05))), [5, 6, 7], 3, 40)
-    return list(rows.passes(target, [5, 6, 7], out.tokens, watched.blocks)), out
+    return list(rows.passes(target, [5, 6, 7], out.tokens, watched.blocks, dense)), out
 
 
 def test_passes_look_at_every_row_an_answer_was_drawn_from():
@@ -70,6 +70,15 @@ def test_passes_look_at_every_row_an_answer_was_drawn_from():
     for row in found:
         assert max(row["error_block"], row["error_single"]) < 1e-4 and row["tv"] < 1e-5
         assert row["gap"] > 0 and not row["flipped"]
+
+
+def test_passes_compare_with_the_dense_target():
+    assert {(row["tv_dense"], row["agrees_dense"]) for row in answer()[0]} == {(None, None)}
+    dense = TorchModel(tiny(0, window=256))
+    dense.logits([1, 2])  # whatever its cache holds
+    assert all(row["tv_dense"] < 1e-5 and row["agrees_dense"] for row in answer(dense=dense)[0])
+    far = answer(dense=TorchModel(tiny(1, window=256)))[0]
+    assert min(row["tv_dense"] for row in far) > 1e-3 and not all(row["agrees_dense"] for row in far)
 
 
 @pytest.mark.parametrize("wrong", ["max(0, target.length - len(context))", "target.length - (len(context) - 2)", "0"])
