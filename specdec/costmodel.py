@@ -1,4 +1,4 @@
-"""When does speculative decoding pay? Expected tokens, predicted speedup, best K and break-even; numpy only.
+"""When does speculative decoding pay? Expected tokens, predicted speedup, best K and break-even; no torch.
 
 Time is counted in target passes over one token, t_target(1): a round of K draft tokens costs K c + v(K + 1) + overhead,
 with the latency ratio c = t_draft / t_target(1) and the verification cost v(n) = t_target(n) / t_target(1). It emits
@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.optimize import brentq
 
 
 def expected_tokens(survival: ArrayLike) -> float:
@@ -44,6 +45,15 @@ def closed_form(a: float, k: int) -> float:
     return float((float(a) ** np.arange(int(k) + 1)).sum())  # the geometric series itself needs no case for a = 1
 
 
+def round_cost(k: int, c: float, v: float, overhead: float = 0.0) -> float:
+    """What a round of K = k costs, in target passes of one token: k c + v(k + 1) + overhead.
+
+    Raises:
+        ValueError: a cost that is negative or not finite.
+    """
+    return k * _cost(c, "c") + _cost(v, "v") + _cost(overhead, "overhead")
+
+
 def speedup(survival: ArrayLike, c: float, v: float, overhead: float = 0.0) -> float:
     """Predicted speedup over target-only decoding at K = len(survival): (1 + sum S_k) / (K c + v + overhead).
 
@@ -57,7 +67,7 @@ def speedup(survival: ArrayLike, c: float, v: float, overhead: float = 0.0) -> f
         ValueError: bad survival, a cost that is negative or not finite, or a round that costs nothing.
     """
     survival = _survival(survival)
-    cost = len(survival) * _cost(c, "c") + _cost(v, "v") + _cost(overhead, "overhead")
+    cost = round_cost(len(survival), c, v, overhead)
     if cost == 0:
         raise ValueError("a round that costs nothing has no speedup: c, v and overhead are all 0")
     return expected_tokens(survival) / cost
@@ -156,6 +166,25 @@ def break_even_c(survival: ArrayLike, v: float, overhead: float = 0.0) -> float:
     if not len(survival):
         raise ValueError("K = 0: without a draft there is no latency ratio to break even at")
     return (expected_tokens(survival) - _cost(v, "v") - _cost(overhead, "overhead")) / len(survival)
+
+
+def break_even_acceptance(k: int, c: float, v: float, overhead: float = 0.0) -> float:
+    """The acceptance a at which the speedup is 1 at K = k, if every draft token were kept with the same probability.
+
+    Solves :func:`closed_form` (a, k) = k c + v + overhead. A draft pays above it; ``inf`` where a round costs more than
+    the k + 1 tokens that it can give at most: no draft pays, however good.
+
+    Raises:
+        ValueError: k < 1, or a cost that is negative or not finite.
+    """
+    if k < 1 or k != int(k):
+        raise ValueError(f"k must be a whole number >= 1, not {k!r}")
+    cost = round_cost(k, c, v, overhead)
+    if cost > k + 1:
+        return float("inf")
+    if cost <= 1:
+        return 0.0
+    return float(brentq(lambda a: closed_form(a, k) - cost, 0, 1))
 
 
 def _survival(survival):

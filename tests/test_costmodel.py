@@ -83,6 +83,22 @@ def test_break_even():
     assert cm.break_even_c([0.1], v=2) < 0  # no draft is fast enough
 
 
+@pytest.mark.parametrize(("k", "c", "v"), [(1, 0.3, 1.1), (4, 0.2, 1.0), (6, 0.1, 2.5)])
+def test_break_even_acceptance(k, c, v):
+    a = cm.break_even_acceptance(k, c, v, overhead=0.05)
+    assert 0 < a < 1 and cm.speedup(a ** np.arange(1, k + 1), c, v, 0.05) == pytest.approx(1)
+
+
+def test_break_even_acceptance_at_its_ends():
+    assert cm.break_even_acceptance(4, 0, 0.9) == 0  # a round as cheap as a pass pays whatever it keeps
+    assert cm.break_even_acceptance(4, 0, 1) == 0
+    assert cm.break_even_acceptance(4, 0.5, 3) == pytest.approx(1)  # only if everything is kept
+    assert cm.break_even_acceptance(4, 0.5, 3.01) == np.inf
+    for k in (0, 1.5):
+        with pytest.raises(ValueError, match="k must be"):
+            cm.break_even_acceptance(k, 0.1, 1)
+
+
 @pytest.mark.parametrize("bad", [[0.5, 0.6], [1.1], [-0.1], [np.nan], [[0.5]], 0.5])
 def test_bad_survival(bad):
     for call in (

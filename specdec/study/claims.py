@@ -106,9 +106,13 @@ def main_tokens(machine: str) -> pd.DataFrame:
     return tokens
 
 
-def sampled(tokens: pd.DataFrame) -> str:
-    """What the calibrated tests say of one configuration's sampled tokens, and whether equivalence was shown."""
-    tests, spec = tables.family(tokens), tokens[tokens.arm == "speculative"]
+def sampled(tokens: pd.DataFrame, tests: pd.DataFrame | None = None) -> str:
+    """What the calibrated tests say of one configuration's sampled tokens, and whether equivalence was shown.
+
+    Args:
+        tests: what ``tables.family`` made of the same tokens, if it is there.
+    """
+    tests, spec = tables.family(tokens) if tests is None else tests, tokens[tokens.arm == "speculative"]
     tost = equivalence.tost(spec, tables.MARGIN, tables.ALPHA)
     seen = "a difference from" if tests.holm.min() <= tables.ALPHA else "no difference from"
     equal = "shown" if tost.pvalue <= tables.ALPHA else f"not shown (power {tost.power:.2f})"
@@ -118,11 +122,11 @@ def sampled(tokens: pd.DataFrame) -> str:
     )
 
 
-def refutations(tokens, steps, passes, greedy) -> pd.DataFrame:
+def refutations(tests, steps, passes, greedy) -> pd.DataFrame:
     """What would have refuted "lossless", by the limits in ``tables``, and what was found.
 
     Args:
-        tokens: of one configuration; steps, passes: the records ``onestep`` and ``passes``; greedy: of
+        tests: of ``tables.family``; steps, passes: the records ``onestep`` and ``passes``; greedy: of
             ``tables.greedy_agreement``. Each may be empty.
 
     Returns:
@@ -149,9 +153,8 @@ def refutations(tokens, steps, passes, greedy) -> pd.DataFrame:
         alike, of = table.identical.sum(), table.answers.sum()
         return f"{of - alike} of {of} answers", alike < of
 
-    def tests(table):
-        smallest = tables.family(table).holm
-        return f"smallest {smallest.min():.3f} of {len(smallest)}", smallest.min() <= tables.ALPHA
+    def family(table):
+        return f"smallest {table.holm.min():.3f} of {len(table)}", table.holm.min() <= tables.ALPHA
 
     exact = [name for name, c in study().configurations.items() if c.dtype == "float32"]
     add(f"one step: an error of the law above {tables.LAW_ERROR:g}", steps, law)
@@ -159,7 +162,7 @@ def refutations(tokens, steps, passes, greedy) -> pd.DataFrame:
     name = f"cache: a float32 logit off by more than {tables.ROW_ERROR:g}"
     add(name, passes[passes.configuration.isin(exact)], cache)
     add("greedy text: a float32 answer unlike the target's", greedy[greedy.configuration.isin(exact)], text)
-    add(f"sampled text: a p of the family, after Holm's correction, of {tables.ALPHA} or less", tokens, tests)
+    add(f"sampled text: a p of the family, after Holm's correction, of {tables.ALPHA} or less", tests, family)
     return pd.DataFrame(rows)
 
 

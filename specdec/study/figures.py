@@ -97,7 +97,7 @@ def keep(figure, name: str, data: pd.DataFrame, machine: str, source: dict, conf
 
 def credit(figure, text: str) -> None:
     """Small type under a figure, on as many lines as its width asks for."""
-    wrapped = textwrap.fill(text, int(18 * figure.get_figwidth()))  # letters an inch, in this size
+    wrapped = textwrap.fill(text, int(16 * figure.get_figwidth()))  # letters an inch, in this size
     figure.supxlabel(wrapped, fontsize=8, color="#555555")
 
 

@@ -197,36 +197,130 @@ def acceptance(rounds: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 def predictions(machine: str) -> pd.DataFrame:
     """Predicted beside measured speedup, for every configuration, temperature, domain and K.
 
-    (1 + sum S_i) / (K c + v + o). S from the rounds; v from the latency records, v(K + 1), or its mean over the rounds
-    where a draft proposes fewer than K; c is measured in place: seconds
-    of proposing one draft token over seconds of one target-only round; o likewise: what a round spends outside forwards
-    and drafting, over the same.
+    The prediction is :func:`account`'s, from the rounds of the same prompts. Columns: those of :func:`speedups` and of
+    the account.
     """
-    rounds, costs, measured = records(machine, "rounds"), forward_costs(machine), speedups(machine)
+    rounds, measured = records(machine, "rounds"), speedups(machine)
     if rounds.empty:
         return measured.assign(predicted=[])
+    costs = verification_costs(machine)
     rounds = pd.concat([rounds, rounds.assign(domain="all")])
-    keys = ["configuration", "temperature", "domain"]
-    alone = rounds[rounds.k == 0].groupby(keys).seconds.median()
-    curves = survival(rounds, [*keys, "k"]).set_index([*keys, "k"]).survival
+    parts = {key: _by_prompt(cell) for key, cell in rounds.groupby(_CELL)}
     rows = []
-    for row in measured.itertuples():
-        key = (row.configuration, row.temperature, row.domain)
-        try:
-            curve = curves.loc[(*key, row.k)].tolist()
-        except KeyError:  # every round was shortened by the end of the answer
+    for row in measured.itertuples(index=False):
+        cell = parts[row.configuration, row.temperature, row.domain]
+        prompts = sorted({prompt for prompt, _ in cell})
+        found = account([cell[p, row.k] for p in prompts], [cell[p, 0] for p in prompts], costs[row.configuration])
+        if found:
+            rows.append(row._asdict() | found)
+    return pd.DataFrame(rows)
+
+
+_CELL = ["configuration", "temperature", "domain"]
+
+
+def verification_costs(machine: str) -> dict[str, pd.Series]:
+    """v(n) of every configuration's target, by n."""
+    costs = forward_costs(machine)
+    return {name: cell.set_index("n").v for name, cell in costs[costs.model == "target"].groupby("configuration")}
+
+
+_ACCOUNTED = ("k", "asked", "drafted", "accepted", "ended", "draft_seconds", "verify_seconds", "seconds")
+
+
+def _by_prompt(rounds: pd.DataFrame) -> dict:
+    """(prompt, K) -> its rounds as arrays, and ``tau``, the tokens that an uncut round of it gives (NaN: there is none)."""
+    found = {}
+    for (prompt, k), cell in rounds.groupby(["prompt", "k"]):
+        part = found[prompt, k] = {name: cell[name].to_numpy() for name in _ACCOUNTED}
+        accepted = part["accepted"][(part["asked"] == k) & ~part["ended"]]
+        curve = (accepted[:, None] > np.arange(k)).mean(axis=0) if len(accepted) else None
+        part["tau"] = np.nan if curve is None else costmodel.expected_tokens(curve)
+    return found
+
+
+def account(rounds: list[dict], alone: list[dict], v: pd.Series) -> dict[str, float] | None:
+    """What a round of one K costs and gives, and the speedup that follows: (1 + sum S_i) / (K c + v + o).
+
+    S comes from the rounds of each prompt, and tokens and prediction are geometric means over prompts, as a measured
+    speedup is; v from the latency records, v(K + 1), or its mean over the rounds where a draft proposes fewer than K; c is
+    measured in place: seconds of proposing one draft token over seconds of one target-only round; o likewise: what a
+    round spends outside forwards and drafting, over the same.
+
+    Args:
+        rounds: of one K > 0, an entry of :func:`_by_prompt` for each prompt; alone: of K = 0; v: by n.
+
+    Returns:
+        c, v, overhead, cost (of a round), tau, predicted; None where every round was shortened by the end of its answer.
+    """
+    tau = stats.gmean([part["tau"] for part in rounds], nan_policy="omit")
+    if np.isnan(tau):
+        return None
+    whole = {name: np.concatenate([part[name] for part in rounds]) for name in _ACCOUNTED}
+    k = int(whole["k"][0])
+    whole = {name: column[whole["asked"] == k] for name, column in whole.items()}
+    single = np.median(np.concatenate([part["seconds"] for part in alone]))
+    c = np.median(whole["draft_seconds"]) / single / k
+    overhead = np.median(whole["seconds"] - whole["draft_seconds"] - whole["verify_seconds"]) / single
+    wide = float(np.interp(whole["drafted"] + 1, v.index, v).mean())  # prompt lookup may draft fewer than K
+    cost = costmodel.round_cost(k, c, wide, overhead)
+    return {"c": c, "v": wide, "overhead": overhead, "cost": cost, "tau": tau, "predicted": tau / cost}
+
+
+def held_out(machine: str, resamples: int = 100, seed: int = 0) -> pd.DataFrame:
+    """Predicted beside measured speedup where the prediction has not seen the prompts it is for.
+
+    The prompts of a cell are split in two halves, every second one; each half is predicted from the rounds of the other.
+    The interval is that of predicted / measured: from the bootstrap over the prompts of the one half and the spread of
+    the log ratios over those of the other, at ``LEVEL``. Cells whose halves do not both hold two prompts are left out.
+
+    Returns:
+        Columns: configuration, temperature, domain, k, half, prompts, speedup, the account, ratio, low, high; and the
+        three factors of the ratio: tau_miss (tokens of the one half over the other's), cost_miss, own_miss.
+    """
+    rounds, answers = records(machine, "rounds"), records(machine, "answers")
+    if rounds.empty:
+        return pd.DataFrame(columns=[*_CELL, "k", "half", "prompts", "speedup", "predicted", "ratio", "low", "high"])
+    rng, costs, rows = np.random.default_rng(seed), verification_costs(machine), []
+    rounds, answers = (pd.concat([table, table.assign(domain="all")]) for table in (rounds, answers))
+    answers["per_token"] = answers.seconds / answers.tokens
+    seconds = answers.set_index([*_CELL, "prompt", "k"]).per_token
+    for key, cell in rounds.groupby(_CELL, sort=True):
+        prompts = list(dict.fromkeys(cell.prompt))
+        if len(prompts) < 4:
             continue
-        cell = rounds[(rounds[keys] == list(key)).all(axis=1) & (rounds.k == row.k) & (rounds.asked == row.k)]
-        v = costs[(costs.configuration == row.configuration) & (costs.model == "target")].set_index("n").v
-        drafting = cell.draft_seconds.median() / alone[key]
-        overhead = (cell.seconds - cell.draft_seconds - cell.verify_seconds).median() / alone[key]
-        verification = float(np.interp(cell.drafted + 1, v.index, v).mean())  # prompt lookup may draft fewer than K
-        rows.append(
-            row._asdict()
-            | {"c": drafting / row.k, "v": verification, "overhead": overhead, "tau": 1 + sum(curve)}
-            | {"predicted": costmodel.speedup(curve, drafting / row.k, verification, overhead)}
-        )
-    return pd.DataFrame(rows).drop(columns="Index")
+        parts = _by_prompt(cell)
+        for half in (0, 1):
+            seen, own = prompts[1 - half :: 2], prompts[half::2]
+            for k in sorted(set(cell.k) - {0}):
+
+                def predict(chosen, k=k, parts=parts, v=costs[key[0]]):
+                    return account([parts[p, k] for p in chosen], [parts[p, 0] for p in chosen], v)
+
+                found = predict(seen)
+                if found is None:
+                    continue
+                logs = np.log([seconds[(*key, prompt, 0)] / seconds[(*key, prompt, k)] for prompt in own])
+                drawn = (predict(rng.choice(seen, len(seen))) for _ in range(resamples))
+                spread = np.std([np.log(one["predicted"]) for one in drawn if one], ddof=1)
+                half_width = stats.t.ppf((1 + LEVEL) / 2, len(own) - 1) * np.hypot(
+                    spread, logs.std(ddof=1) / np.sqrt(len(own))
+                )
+                ratio = np.log(found["predicted"]) - logs.mean()
+                # Why a cell is off: more tokens, a cheaper round, or an account that misses its own prompts.
+                same = predict(own) or found
+                tokens = found["tau"] / same["tau"]
+                misses = {
+                    "tau_miss": tokens,
+                    "cost_miss": found["predicted"] / same["predicted"] / tokens,
+                    "own_miss": same["predicted"] / np.exp(logs.mean()),
+                }
+                rows.append(
+                    dict(zip(_CELL, key, strict=True))
+                    | {"k": k, "half": half, "prompts": len(own), "speedup": np.exp(logs.mean()), **found, **misses}
+                    | {"ratio": np.exp(ratio), "low": np.exp(ratio - half_width), "high": np.exp(ratio + half_width)}
+                )
+    return pd.DataFrame(rows)
 
 
 def best(table: pd.DataFrame, configuration: str, domain: str = "all", temperature: float = 0.0) -> pd.Series | None:
@@ -350,6 +444,29 @@ def block_shape(passes: pd.DataFrame) -> pd.DataFrame:
         )
         .reset_index()
     )
+
+
+def fidelity(machine: str) -> pd.DataFrame:
+    """How far a target whose weights are not dense is from the dense one, on rows of its own answers.
+
+    Columns: configuration, rows, tv (median), tv_largest, agreement (share of rows with the same favourite), low, high.
+    """
+    rows = []
+    data = records(machine, "passes")
+    for name, cell in data.groupby("configuration") if "tv_dense" in data else ():
+        cell = cell[cell.tv_dense.notna()]
+        if len(cell):
+            share, low, high = _proportion(int(cell.agrees_dense.astype(bool).sum()), len(cell))
+            rows.append(
+                {
+                    "configuration": name,
+                    "rows": len(cell),
+                    "tv": cell.tv_dense.median(),
+                    "tv_largest": cell.tv_dense.max(),
+                }
+                | {"agreement": share, "low": low, "high": high}
+            )
+    return pd.DataFrame(rows, columns=["configuration", "rows", "tv", "tv_largest", "agreement", "low", "high"])
 
 
 def detections(data: pd.DataFrame) -> pd.DataFrame:

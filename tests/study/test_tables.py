@@ -121,6 +121,44 @@ def test_prediction_is_the_cost_model_on_measured_parts(machine):
     assert row.predicted == pytest.approx(costmodel.speedup(curve, 0.2, 1.1, 0.2))
 
 
+def test_prediction_weighs_prompts_as_the_speedup_does(machine):
+    """Two prompts, one of them with twice the rounds: each counts once."""
+    make(machine, {0: [0.5, 0.5], 2: [0.4, 0.4]})
+    rounds = pd.read_csv(machine / "cpu-bf16" / "rounds.csv")
+    slow = (rounds.prompt == "code-01") & (rounds.k == 2)
+    rounds.loc[slow, "accepted"] = 0
+    records.write_csv(
+        machine / "cpu-bf16" / "rounds.csv", [*rounds.to_dict("records"), *rounds[slow].to_dict("records")]
+    )
+    row = tables.predictions("box").query("domain == 'all'").iloc[0]
+    assert row.tau == pytest.approx(np.sqrt(2 * 1))
+    assert row.predicted == pytest.approx(np.sqrt(2) / costmodel.round_cost(2, row.c, row.v, row.overhead))
+
+
+def test_a_half_is_predicted_from_the_other(machine):
+    """Half of the prompts is twice as fast as their rounds say: the account of the others cannot know, and says so."""
+    make(machine, {0: [0.5] * 8, 2: [0.5 / 1.2, 0.25 / 1.2] * 4})
+    table = tables.held_out("box").query("domain == 'code'").set_index("half")
+    predicted = tables.predictions("box").predicted.iloc[0]
+    assert table.predicted.tolist() == pytest.approx([predicted] * 2)
+    assert table.speedup.tolist() == pytest.approx([1.2, 2.4], rel=1e-5)
+    assert table.ratio.tolist() == pytest.approx([predicted / 1.2, predicted / 2.4], rel=1e-5)
+    assert (table.prompts == 4).all()
+    factors = table.tau_miss * table.cost_miss * table.own_miss
+    assert factors.tolist() == pytest.approx(table.ratio.tolist())
+    make(machine, {0: [0.5] * 3, 2: [0.4] * 3}, name="cpu-fp32")
+    assert set(tables.held_out("box").configuration) == {"cpu-bf16"}  # three prompts make no two halves
+
+
+def test_fidelity_is_told_of_targets_that_are_not_dense(machine):
+    rows = [{"tv_dense": tv, "agrees_dense": tv < 0.2} for tv in (0.1, 0.1, 0.1, 0.3)]
+    records.write_csv(machine / "int8-target" / "passes.csv", rows)
+    records.write_csv(machine / "cpu-bf16" / "passes.csv", [{"tv_dense": None, "agrees_dense": None}])
+    [row] = tables.fidelity("box").itertuples()
+    assert (row.configuration, row.rows, row.tv, row.tv_largest, row.agreement) == ("int8-target", 4, 0.1, 0.3, 0.75)
+    assert row.low < 0.75 < row.high
+
+
 def test_few_values_give_no_interval():
     assert np.isnan(tables.median_interval([1, 2, 3]).low)
     five = tables.median_interval([5, 1, 4, 2, 3])
@@ -323,7 +361,7 @@ def test_each_refuting_observation_is_seen_where_it_is():
     steps = pd.DataFrame({"law_error": [1e-15, 1e-15], "pvalue": [0.3, 0.9]})
     passes = pd.DataFrame({"configuration": ["cpu-fp32", "cpu-bf16"], "error_block": [1e-5, 0.3], "error_single": 1e-5})
     greedy = pd.DataFrame({"configuration": ["cpu-fp32", "cpu-bf16"], "answers": 3, "identical": [3, 1]})
-    right = {"tokens": sampled(**THREE), "steps": steps, "passes": passes, "greedy": greedy}
+    right = {"tests": tables.family(sampled(**THREE)), "steps": steps, "passes": passes, "greedy": greedy}
     nothing = {name: frame.iloc[:0] for name, frame in right.items()}
     assert claims.refutations(**nothing).seen.isna().all()
     assert claims.refutations(**right).seen.tolist() == [False] * 5  # bfloat16 may differ
@@ -332,7 +370,7 @@ def test_each_refuting_observation_is_seen_where_it_is():
         {"steps": steps.assign(pvalue=[0.02, 0.9])},
         {"passes": passes.assign(error_block=[1.0, 0.3])},
         {"greedy": greedy.assign(identical=[2, 1])},
-        {"tokens": sampled(**THREE | {"speculative": LAW[::-1]})},
+        {"tests": tables.family(sampled(**THREE | {"speculative": LAW[::-1]}))},
     ]
     for i, one in enumerate(wrong):
         assert claims.refutations(**right | one).seen.tolist() == [j == i for j in range(5)]
