@@ -4,6 +4,8 @@
 PYTHON  ?= python3
 PROFILE ?= quick
 MACHINE ?=
+TARGET  ?=
+DRAFT   ?=
 ARGS    ?=
 
 QUIET     = --quiet rules host reason
@@ -14,13 +16,14 @@ RUN       = PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python
 RENDER    = PATH="$(CURDIR)/.venv-book/bin:$$PATH" .venv-book/bin/python
 FAILED    = { echo "make $@ stopped: the reason is above. The same command goes on from there. Logs: .snakemake/log"; exit 1; }
 
-.PHONY: help book test html pdf study clean
+.PHONY: help book test html pdf study advise clean
 
 help:
 	@echo "make book   the quick study on this machine, then the book   [PROFILE=smoke|quick|standard|full]"
 	@echo "make html   the published book, without torch or weights     [MACHINE=name]"
 	@echo "make pdf    the same as one PDF; needs Chromium              [MACHINE=name]"
 	@echo "make study  measure only; goes on where it stopped            [PROFILE=smoke|quick|standard|full]"
+	@echo "make advise does it pay here? two minutes, no study          [TARGET=name|folder|hub DRAFT=...]"
 	@echo "make test   the whole test suite                             [ARGS='-k name']"
 	@echo "make clean  remove what was rendered; data and environments stay"
 	@echo "Python: $(PYTHON) (3.11 or newer; choose another with PYTHON=...)"
@@ -39,6 +42,9 @@ pdf: .venv-book/.stamp
 
 study: .venv/.stamp
 	@$(RUN) $(SNAKEMAKE) --config profile=$(PROFILE) $(CONFIG) -- study || $(FAILED)
+
+advise: .venv/.stamp
+	@$(RUN) -m specdec.study.advise $(if $(TARGET),--target $(TARGET)) $(if $(DRAFT),--draft $(DRAFT))
 
 test: .venv/.stamp
 	@$(RUN) -m pytest $(ARGS)

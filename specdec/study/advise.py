@@ -1,0 +1,166 @@
+"""Does speculation pay on this machine? Some two minutes instead of a study: ``python -m specdec.study.advise``.
+
+What a pass costs is measured, and how often drafts are kept on three prompts; the cost model says what follows. The
+study measures the speedup itself, on more prompts: this is a forecast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from specdec import costmodel
+from specdec.study import configurations, pairs
+from specdec.study.configurations import Configuration, LookupSource, ModelSource
+
+LENGTHS = (1, 2, 3, 4, 5, 7, 9)
+REPEATS = 5
+K_MAX = max(LENGTHS) - 1
+TOKENS = 40  # of every answer
+PROMPTS = {domain: 1 for domain in configurations.DOMAINS}
+RESAMPLES = 200
+LEVEL = 0.90
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What to expect of one configuration, greedy.
+
+    c and v as in ``specdec.costmodel``, v at n = k + 1; k: the best draft length, 0 if no draft pays; speedup predicted
+    there, low and high over resampled rounds; tokens_per_second predicted there, and of the target alone.
+    """
+
+    name: str
+    c: float
+    v: float
+    k: int
+    speedup: float
+    low: float
+    high: float
+    tokens_per_second: float
+    alone: float
+
+
+def candidates(target: str | None, draft: str | None) -> dict[str, Configuration]:
+    """The configurations to look at, by name: the study's on this machine's best device, or a pair of the user's own.
+
+    Raises:
+        ValueError: a draft without a target.
+    """
+    import torch
+
+    if draft and not target:
+        raise ValueError("DRAFT needs a TARGET: a draft is good or bad for one target")
+    kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if not target:
+        found = configurations.study().configurations
+        return {
+            name: found[name]
+            for name in configurations.study().profiles["quick"]
+            if found[name].device == kind and found[name].dtype != "float32" and not pairs.unavailable(found[name])
+        }
+    place = {"device": kind, "dtype": "float16" if kind == "mps" else "bfloat16", "target": target}
+    sources = {"prompt lookup": LookupSource(kind="prompt-lookup", max_ngram=3)}
+    if draft:
+        sources |= {
+            f"{draft}, {form}": ModelSource(kind="model", weights=draft, format=form) for form in ("dense", "int8")
+        }
+    made = {name: Configuration(title=name, draft=source, **place) for name, source in sources.items()}
+    return {name: one for name, one in made.items() if not pairs.unavailable(one)}
+
+
+def forecast(name: str, configuration: Configuration) -> Forecast:
+    """Measure one configuration: passes of n tokens, a short answer to each prompt with and without drafts."""
+    import specdec
+    from specdec import latency
+
+    target, draft = pairs.build(configuration)
+    greedy = specdec.Sampling(temperature=0)
+    work = [pairs.prompt_ids(target.tokenizer, prompt.text) for _, prompt in configurations.prompts(PROMPTS)]
+    passes = pd.DataFrame(latency.forward_times({"target": target}, LENGTHS, work[0], REPEATS))
+    times = passes.pivot(index="repeat", columns="n", values="seconds")
+    v = times.div(times[1], axis=0).median()
+    alone, rounds = [], []
+    for ids in work:
+        for k, kept in ((0, alone), (K_MAX, rounds)):
+            specdec.speculative(target, draft, ids, k, 3, greedy)  # warm
+            kept += specdec.speculative(target, draft, ids, k, TOKENS, greedy).rounds
+    whole = [r for r in rounds if r.asked == K_MAX and not r.ended]
+    single = np.median([r.seconds for r in alone])
+    drafted = np.array([r.drafted for r in whole])
+    cost = costmodel.Costs(
+        c=np.median([r.draft_seconds for r in whole]) / K_MAX / single,
+        # prompt lookup may draft fewer than K
+        v={k + 1: float(np.interp(np.minimum(drafted, k) + 1, v.index, v).mean()) for k in range(1, K_MAX + 1)},
+        overhead=np.median([r.seconds - r.draft_seconds - r.verify_seconds for r in whole]) / single,
+    )
+    accepted = np.array([r.accepted for r in whole])
+
+    def survival(accepted):
+        return (accepted[:, None] > np.arange(K_MAX)).mean(axis=0)
+
+    k, speedup = costmodel.best_k(survival(accepted), cost.c, cost.v, cost.overhead)
+    rng = np.random.default_rng(0)
+    drawn = [speedup_at(k, survival(rng.choice(accepted, len(accepted))), cost) for _ in range(RESAMPLES)]
+    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Forecast(name, cost.c, cost.v.get(k + 1, 1.0), k, speedup, low, high, speedup / single, 1 / single)
+
+
+def speedup_at(k: int, survival, cost: costmodel.Costs) -> float:
+    """The predicted speedup at one K; 1 without drafts."""
+    return costmodel.speedup(survival[:k], cost.c, cost.v[k + 1], cost.overhead) if k else 1.0
+
+
+def advice(found: list[Forecast]) -> str:
+    """A table and what it comes to."""
+    lines = [
+        f"{'':32s} {'c':>5s} {'v(K+1)':>7s} {'best K':>7s} {'speedup expected':>22s} {'tokens/s':>9s} {'alone':>6s}"
+    ]
+    for one in sorted(found, key=lambda f: -f.tokens_per_second):
+        interval = f"{one.speedup:.2f} ({one.low:.2f} to {one.high:.2f})" if one.k else "none pays"
+        lines.append(
+            f"{one.name:32s} {one.c:5.2f} {one.v:7.2f} {one.k:7d} {interval:>22s} {one.tokens_per_second:9.1f} {one.alone:6.1f}"
+        )
+    best = max(found, key=lambda f: f.tokens_per_second)
+    if best.k == 0:
+        verdict = "Speculation does not pay here: the target alone is the fastest."
+    elif best.low <= 1:
+        verdict = f"Speculation may pay here: {best.name} at K = {best.k}, but the interval holds 1."
+    else:
+        verdict = (
+            f"Speculation pays here: {best.name} at K = {best.k}, about {best.speedup:.2f} times the target alone."
+        )
+    note = (
+        f"Greedy, {sum(PROMPTS.values())} prompts of {TOKENS} tokens, one of each domain: a forecast. Intervals ({LEVEL:.0%}) are over rounds, not prompts. "
+        "`make study` measures the speedup itself."
+    )
+    return "\n".join([*lines, "", verdict, note])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; 1 with the reason on stderr where the pair cannot be used."""
+    parser = argparse.ArgumentParser(prog="advise", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--target", help="a name of data/weights.yml, a folder, or a hub repository; default: the study's"
+    )
+    parser.add_argument("--draft", help="the same, for the draft model")
+    options = parser.parse_args(arguments)
+    try:
+        chosen = candidates(options.target, options.draft)
+        found = []
+        for i, (name, configuration) in enumerate(chosen.items(), start=1):
+            print(f"advise: {name}, {i} of {len(chosen)}", file=sys.stderr, flush=True)
+            found.append(forecast(name, configuration))
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"advise: {error}", file=sys.stderr)
+        return 1
+    print(advice(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
