@@ -248,7 +248,7 @@ def account(rounds: list[dict], alone: list[dict], v: pd.Series) -> dict[str, fl
     round spends outside forwards and drafting, over the same.
 
     Args:
-        rounds: of one K > 0, an entry of :func:`_by_prompt` for each prompt; alone: of K = 0; v: by n.
+        rounds: of one K > 0, for each prompt what ``_by_prompt`` makes of it; alone: of K = 0; v: by n.
 
     Returns:
         c, v, overhead, cost (of a round), tau, predicted; None where every round was shortened by the end of its answer.
