@@ -48,6 +48,8 @@ class Forecast:
 def candidates(target: str | None, draft: str | None) -> dict[str, Configuration]:
     """The configurations to look at, by name: the study's on this machine's best device, or a pair of the user's own.
 
+    All have one and the same target.
+
     Raises:
         ValueError: a draft without a target.
     """
@@ -73,25 +75,45 @@ def candidates(target: str | None, draft: str | None) -> dict[str, Configuration
     return {name: one for name, one in made.items() if not pairs.unavailable(one)}
 
 
-def forecast(name: str, configuration: Configuration) -> Forecast:
-    """Measure one configuration: passes of n tokens, a short answer to each prompt with and without drafts."""
-    import specdec
+@dataclass(frozen=True)
+class Alone:
+    """A target by itself: v(n), and the seconds of one target-only round."""
+
+    model: object
+    work: list[list[int]]
+    v: pd.Series
+    seconds: float
+
+
+def alone(configuration: Configuration) -> Alone:
+    """Measure a target: passes of n tokens, and a short answer to each prompt."""
     from specdec import latency
 
-    target, draft = pairs.build(configuration)
-    greedy = specdec.Sampling(temperature=0)
+    target = pairs.load_target(configuration)
     work = [pairs.prompt_ids(target.tokenizer, prompt.text) for _, prompt in configurations.prompts(PROMPTS)]
     passes = pd.DataFrame(latency.forward_times({"target": target}, LENGTHS, work[0], REPEATS))
     times = passes.pivot(index="repeat", columns="n", values="seconds")
-    v = times.div(times[1], axis=0).median()
-    alone, rounds = [], []
-    for ids in work:
-        for k, kept in ((0, alone), (K_MAX, rounds)):
-            specdec.speculative(target, draft, ids, k, 3, greedy)  # warm
-            kept += specdec.speculative(target, draft, ids, k, TOKENS, greedy).rounds
+    rounds = _answers(target, None, 0, work)
+    return Alone(target, work, times.div(times[1], axis=0).median(), float(np.median([r.seconds for r in rounds])))
+
+
+def _answers(target, draft, k, work):
+    """The rounds of a greedy answer to each prompt; the first is decoded once before, to warm up."""
+    import specdec
+
+    greedy = specdec.Sampling(temperature=0)
+    specdec.speculative(target, draft, work[0], k, 3, greedy)
+    return [r for ids in work for r in specdec.speculative(target, draft, ids, k, TOKENS, greedy).rounds]
+
+
+def forecast(name: str, configuration: Configuration, target: Alone) -> Forecast:
+    """Measure what ``configuration`` adds to its target: a short answer to each prompt with drafts."""
+    draft = pairs.load_draft(configuration, target.model)
+    rounds, v = _answers(target.model, draft, K_MAX, target.work), target.v
     whole = [r for r in rounds if r.asked == K_MAX and not r.ended]
-    single = np.median([r.seconds for r in alone])
     drafted = np.array([r.drafted for r in whole])
+    # One target pass, from the verifying passes of the same rounds: a machine that has slowed down slows both.
+    single = np.median(np.array([r.verify_seconds for r in whole]) / np.interp(drafted + 1, v.index, v))
     cost = costmodel.Costs(
         c=np.median([r.draft_seconds for r in whole]) / K_MAX / single,
         # prompt lookup may draft fewer than K
@@ -107,7 +129,9 @@ def forecast(name: str, configuration: Configuration) -> Forecast:
     rng = np.random.default_rng(0)
     drawn = [speedup_at(k, survival(rng.choice(accepted, len(accepted))), cost) for _ in range(RESAMPLES)]
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Forecast(name, cost.c, cost.v.get(k + 1, 1.0), k, speedup, low, high, speedup / single, 1 / single)
+    return Forecast(
+        name, cost.c, cost.v.get(k + 1, 1.0), k, speedup, low, high, speedup / target.seconds, 1 / target.seconds
+    )
 
 
 def speedup_at(k: int, survival, cost: costmodel.Costs) -> float:
@@ -151,10 +175,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         chosen = candidates(options.target, options.draft)
-        found = []
+        # The candidates share one target, which is measured once.
+        print(f"advise: the target alone, then {len(chosen)} drafts", file=sys.stderr, flush=True)
+        target, found = alone(next(iter(chosen.values()))), []
         for i, (name, configuration) in enumerate(chosen.items(), start=1):
             print(f"advise: {name}, {i} of {len(chosen)}", file=sys.stderr, flush=True)
-            found.append(forecast(name, configuration))
+            found.append(forecast(name, configuration, target))
     except (ValueError, OSError, RuntimeError) as error:
         print(f"advise: {error}", file=sys.stderr)
         return 1

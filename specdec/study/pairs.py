@@ -22,18 +22,28 @@ def unavailable(configuration: Configuration) -> str | None:
 
 def build(configuration: Configuration):
     """(target, draft) on the configuration's device. Downloads and converts weights the first time."""
+    target = load_target(configuration)
+    return target, load_draft(configuration, target)
+
+
+def load_target(configuration: Configuration):
+    """The target of :func:`build`."""
+    import specdec
+
+    return specdec.load(configuration.target, weights=configuration.format, **_place(configuration))
+
+
+def load_draft(configuration: Configuration, target):
+    """The draft of :func:`build`; ``target`` is what drafts from its own first layers are made of."""
     import specdec
     from specdec.drafts import first_layers
 
-    place = {"device": configuration.device, "dtype": configuration.dtype}
-    target = specdec.load(configuration.target, weights=configuration.format, **place)
     source = configuration.draft
     if source.kind == "prompt-lookup":
-        return target, specdec.PromptLookup(source.max_ngram)
+        return specdec.PromptLookup(source.max_ngram)
     if source.kind == "first-layers":
-        return target, specdec.ModelDraft(first_layers(target, source.layers))
-    model = specdec.load(source.weights, weights=source.format, **place)
-    return target, specdec.ModelDraft(model)
+        return specdec.ModelDraft(first_layers(target, source.layers))
+    return specdec.ModelDraft(specdec.load(source.weights, weights=source.format, **_place(configuration)))
 
 
 def dense_target(configuration: Configuration):
@@ -42,7 +52,11 @@ def dense_target(configuration: Configuration):
 
     if configuration.format == "dense":
         return None
-    return specdec.load(configuration.target, device=configuration.device, dtype=configuration.dtype)
+    return specdec.load(configuration.target, **_place(configuration))
+
+
+def _place(configuration):
+    return {"device": configuration.device, "dtype": configuration.dtype}
 
 
 def prompt_ids(tokenizer, text: str) -> list[int]:

@@ -40,6 +40,8 @@ def test_the_studys_own_configurations_by_default(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     names = set(advise.candidates(None, None))
+    declared = configurations.study().configurations
+    assert len({(declared[n].target, declared[n].format, declared[n].dtype) for n in names}) == 1  # measured once
     assert {"cpu-bf16", "prompt-lookup"} <= names <= set(configurations.study().profiles["quick"])
     assert "cpu-fp32" not in names and "cuda-bf16" not in names
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
@@ -71,7 +73,8 @@ def test_a_model_that_is_not_there_is_named(capsys, short):
 def test_a_forecast_is_the_cost_model_on_what_was_measured(smollm2, short, monkeypatch, name):
     costs, kept = [], costmodel.Costs
     monkeypatch.setattr(costmodel, "Costs", lambda **values: costs.append(kept(**values)) or costs[-1])
-    one = advise.forecast(name, configurations.study().configurations[name])
+    configuration = configurations.study().configurations[name]
+    one = advise.forecast(name, configuration, advise.alone(configuration))
     [cost] = costs
     assert cost.c >= 0 and set(cost.v) == set(range(2, advise.K_MAX + 2)) and 0 <= cost.overhead < 1
     assert (one.c, one.v) == (cost.c, cost.v.get(one.k + 1, 1.0))
