@@ -28,7 +28,7 @@ COMMITTED = sorted({MACHINE, *PUBLISHED[:1]} - ({LOCAL.name} if MEASURED else se
 
 FILES = {
     "latency": ["latency.csv", "bandwidth.csv"],
-    "decode": ["answers.csv", "rounds.csv"],
+    "decode": ["answers.csv", "rounds.csv", "costs.csv"],
     "sample": ["tokens.csv"],
     "rows": ["onestep.csv", "passes.csv"],
     "repeats": ["repeats.csv"],

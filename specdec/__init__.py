@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AdaptiveK": "specdec.costmodel",
+    "Costs": "specdec.costmodel",
     "TorchModel": "specdec.models.torch_model",
     "load": "specdec.models.loading",
     "ModelDraft": "specdec.drafts",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+
+from specdec.costmodel import Costs
 
 
 def synchronise(device: torch.device | str | None) -> None:
@@ -63,6 +66,28 @@ def forward_times(
                 yield {"model": name, "n": n, "repeat": repeat, "context": len(context), "seconds": once(model, n)}
     for model in models.values():
         model.drop_last(model.length)
+
+
+def measure_costs(target, draft, context: Sequence[int], k_max: int, repeats: int = 5) -> Costs:
+    """What ``AdaptiveK`` needs to know of a pair on this machine: c, and v(n) up to n = k_max + 1.
+
+    Medians over ``repeats`` of the ratios within one repeat. The overhead of a round is left out: it is small beside a
+    pass.
+
+    Args:
+        target: a model; draft: as for ``specdec.speculative``; without a model of its own it costs nothing.
+        context: ids put in the cache before a pass is timed.
+    """
+    models = {"target": target} | ({"draft": draft.model} if hasattr(draft, "model") else {})
+    lengths = sorted({n for n in (1, 2, 3, 5, 7) if n <= k_max} | {1, k_max + 1})
+    seconds = {}
+    for row in forward_times(models, lengths, context, repeats):
+        seconds.setdefault((row["model"], row["n"]), []).append(row["seconds"])
+
+    def ratio(model, n):
+        return statistics.median(a / b for a, b in zip(seconds[model, n], seconds["target", 1], strict=True))
+
+    return Costs(ratio("draft", 1) if "draft" in models else 0.0, {n: ratio("target", n) for n in lengths})
 
 
 def read_bandwidth(device: torch.device | str, gigabytes: float, repeats: int) -> list[float]:

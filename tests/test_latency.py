@@ -8,7 +8,7 @@ import pytest
 import torch
 from kit import GREEDY, Table, random_law, tiny
 
-from specdec import ModelDraft, TorchModel, latency, speculative
+from specdec import AdaptiveK, ModelDraft, PromptLookup, TorchModel, latency, speculative
 
 
 class Asynchronous:
@@ -109,3 +109,28 @@ def test_a35_a_warm_up_of_every_shape_behind_the_context():
 def test_bandwidth_is_a_rate():
     rates = latency.read_bandwidth("cpu", 0.01, 3)
     assert len(rates) == 3 and all(1e7 < rate < 1e14 for rate in rates)
+
+
+def test_measured_costs_are_medians_of_ratios_within_a_repeat(monkeypatch):
+    def times(models, lengths, context, repeats):
+        for repeat in range(repeats):
+            slow = 1 + 9 * (repeat == 1)  # a busy spell, shared by all that is timed in it
+            for model in models:
+                for n in lengths:
+                    own = 0.2 if model == "draft" else 1.0
+                    yield {"model": model, "n": n, "repeat": repeat, "seconds": slow * own * (1 + 0.1 * (n - 1))}
+
+    monkeypatch.setattr(latency, "forward_times", times)
+    target, draft = TorchModel(tiny(0)), ModelDraft(TorchModel(tiny(1)))
+    costs = latency.measure_costs(target, draft, [5, 6, 7], 6)
+    assert costs.c == pytest.approx(0.2) and costs.overhead == 0
+    assert costs.v == pytest.approx({1: 1.0, 2: 1.1, 3: 1.2, 5: 1.4, 7: 1.6})
+    assert latency.measure_costs(target, PromptLookup(), [5, 6, 7], 6).c == 0
+
+
+@pytest.mark.parametrize("k_max", [1, 2, 4, 8])
+def test_measured_costs_are_what_adaptive_k_asks_for(k_max):
+    target, draft = TorchModel(tiny(0)), ModelDraft(TorchModel(tiny(1)))
+    adaptive = AdaptiveK(latency.measure_costs(target, draft, [5, 6, 7], k_max, repeats=2), k_max)
+    assert target.length == 0
+    assert len(speculative(target, draft, [5, 6, 7], adaptive, 9, GREEDY).tokens) == 9

@@ -16,6 +16,7 @@ A *model* is any object with these members; batch size is one, and users can wri
 ``drop_last(n)``
     forgets the last n tokens of the cache.
 
-The modules: ``torch_model`` (transformers models on CUDA, MPS or CPU), ``loading`` (from a name to a model) and
-``weights`` (files known by their SHA-256, fetched and converted once).
+The modules: ``torch_model`` (transformers models on CUDA, MPS or CPU) with ``packing`` (its weights laid out for a CPU),
+``llama_cpp_model`` (GGUF files as they are), ``loading`` (from a name to a model) and ``weights`` (files known by their
+SHA-256, fetched and converted once).
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -23,23 +24,26 @@ def load(
     Args:
         name: a name of ``data/weights.yml`` (fetched and converted the first time, verified every time), the path of a
             local folder in transformers' layout, or a repository of the model hub (``owner/model``).
-        backend: "torch".
+        backend: "torch", or "llama.cpp" for the manifest's GGUF file as it is, with ``llama-cpp-python``.
         device: "auto" (CUDA, else MPS, else the CPU) or a torch device such as "cuda:1".
         dtype: "bfloat16", "float16" or "float32"; the manifest's weights are bfloat16, float32 is them up-cast.
         weights: "dense", or "int8": 8-bit weights and activations (``specdec.models.packing``), on a CPU only.
+
+    With llama.cpp, ``weights`` are the file's own, ``dtype`` says nothing, and ``device`` is the CPU or what the library
+    was built for; "auto" takes the latter where there is one.
 
     Raises:
         ValueError: a value that is not offered, a device that is not there, or a name that is none of the three kinds.
         specdec.models.weights.WeightsUnavailable: no source has the weights.
     """
-    _check("backend", backend, ("torch",))
+    _check("backend", backend, ("torch", "llama.cpp"))
     _check("weights", weights, ("dense", "int8"))
     _check("dtype", dtype, tuple(_DTYPES))
+    if backend == "llama.cpp":
+        return _llama_cpp(name, device, weights)
     place = _device(device)
-    if weights == "int8":
-        missing = packing.int8_missing() if place.type == "cpu" else f"it runs on a CPU, not on {place.type}"
-        if missing:
-            raise ValueError(f"weights='int8' is not available: {missing}")
+    if weights == "int8" and (missing := packing.int8_missing(place.type)):
+        raise ValueError(f"weights='int8' is not available: {missing}")
     folder = _locate(name)
     # Reading a folder takes seconds; a download from the hub may take an hour, and keeps its bar.
     with files.without_bars() if isinstance(folder, Path) else nullcontext():
@@ -52,6 +56,32 @@ def load(
     elif place.type == "cpu" and packing.packs(model.dtype):
         packing.pack(model, packing.PackedLinear)
     return loaded
+
+
+def llama_cpp_missing(device: str = "cpu") -> str | None:
+    """Why llama.cpp cannot be used on a ``device`` of this machine; None if it can."""
+    if not importlib.util.find_spec("llama_cpp"):
+        return "llama-cpp-python is not installed (`make llama` builds it, where there is a compiler)"
+    if device in ("cpu", "auto"):
+        return None
+    import llama_cpp
+
+    return None if llama_cpp.llama_supports_gpu_offload() else f"llama-cpp-python was not built for {device}"
+
+
+def _llama_cpp(name, device, weights):
+    _check("device", device, ("auto", "cpu", "mps", "cuda"))
+    _check("weights", weights, ("dense",))
+    if name not in files.manifest():
+        raise ValueError(f"backend='llama.cpp' runs the files of data/weights.yml, and {str(name)!r} is none of them")
+    if missing := llama_cpp_missing(device):
+        raise ValueError(f"backend='llama.cpp' is not available: {missing}")
+    from specdec.models.llama_cpp_model import LlamaCppModel
+
+    path = files.fetch(name)
+    with files.without_bars():
+        tokenizer = AutoTokenizer.from_pretrained(files.converted(name))
+    return LlamaCppModel(path, tokenizer, str(name), gpu=device != "cpu")
 
 
 def _check(what: str, value: str, offered: tuple[str, ...]) -> None:

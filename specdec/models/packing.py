@@ -93,8 +93,10 @@ def packs(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def int8_missing() -> str | None:
-    """Why 8-bit weights cannot be used on this machine; None if they can."""
+def int8_missing(device: str = "cpu") -> str | None:
+    """Why 8-bit weights cannot be used on a ``device`` of this machine; None if they can."""
+    if device != "cpu":
+        return f"8-bit weights run on a CPU, not on {device}"
     if _X86 and "fbgemm" in torch.backends.quantized.supported_engines:
         return None
     return "torch has 8-bit kernels for x86 only"

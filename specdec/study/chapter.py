@@ -91,3 +91,9 @@ def sort(data: pd.DataFrame) -> pd.DataFrame:
 def sampling(temperature: float) -> str:
     """The words for a temperature: greedy, or T = 1."""
     return "greedy" if temperature == 0 else f"T = {temperature:g}"
+
+
+def length(k: int) -> str:
+    """The words for a draft length in records."""
+    words = {configurations.ADAPTIVE: "adaptive", configurations.CONTROL: "control"}
+    return words.get(k, f"{k}")

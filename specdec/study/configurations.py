@@ -15,9 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "data"
 DOMAINS = ("code", "conversation", "summarisation")
 
+# What stands in the column ``k`` of records where it is no draft length:
+ADAPTIVE = -1  # the draft length adapts
+CONTROL = -2  # the target alone once more, to see what two measurements of one thing differ by
+
 Count = Annotated[int, Field(ge=1)]
 Domain = Literal["code", "conversation", "summarisation"]
-Format = Literal["dense", "int8"]
+Format = Literal["dense", "int8", "gguf"]  # gguf: the file as it is, run by llama.cpp
 
 
 class Record(BaseModel):
@@ -91,10 +95,14 @@ class Latency(Record):
 
 
 class Decode(Record):
-    """Parameters of ``decode``: target-only decoding and every K, on the first ``prompts`` of each domain."""
+    """Parameters of ``decode``: target-only decoding and every K, on the first ``prompts`` of each domain.
+
+    adaptive: the longest draft of one more arm, whose K adapts (``specdec.AdaptiveK``).
+    """
 
     prompts: Annotated[dict[Domain, Count], Field(min_length=1)]
     ks: Annotated[list[Count], Field(min_length=1)]
+    adaptive: Count
     temperatures: Annotated[list[Annotated[float, Field(ge=0, allow_inf_nan=False)]], Field(min_length=1)]
     max_new_tokens: Count
     seed: int

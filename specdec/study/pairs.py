@@ -9,15 +9,15 @@ def unavailable(configuration: Configuration) -> str | None:
     """Why ``configuration`` cannot run on this machine; None if it can."""
     import torch
 
-    from specdec.models import packing
+    from specdec.models import loading, packing
 
     if configuration.device == "cuda" and not torch.cuda.is_available():
         return "no CUDA device here"
     if configuration.device == "mps" and not torch.backends.mps.is_available():
         return "no Apple GPU (MPS) here"
-    if "int8" in configuration.formats():
-        return packing.int8_missing() if configuration.device == "cpu" else "8-bit weights run on a CPU only"
-    return None
+    missing = {"int8": packing.int8_missing, "gguf": loading.llama_cpp_missing, "dense": lambda device: None}
+    reasons = (missing[form](configuration.device) for form in sorted(configuration.formats()))
+    return next(filter(None, reasons), None)
 
 
 def build(configuration: Configuration):
@@ -28,9 +28,7 @@ def build(configuration: Configuration):
 
 def load_target(configuration: Configuration):
     """The target of :func:`build`."""
-    import specdec
-
-    return specdec.load(configuration.target, weights=configuration.format, **_place(configuration))
+    return _load(configuration, configuration.target, configuration.format)
 
 
 def load_draft(configuration: Configuration, target):
@@ -43,20 +41,19 @@ def load_draft(configuration: Configuration, target):
         return specdec.PromptLookup(source.max_ngram)
     if source.kind == "first-layers":
         return specdec.ModelDraft(first_layers(target, source.layers))
-    return specdec.ModelDraft(specdec.load(source.weights, weights=source.format, **_place(configuration)))
+    return specdec.ModelDraft(_load(configuration, source.weights, source.format))
 
 
 def dense_target(configuration: Configuration):
     """The target with dense weights where the configuration's are not; None where they are."""
+    return None if configuration.format == "dense" else _load(configuration, configuration.target, "dense")
+
+
+def _load(configuration, name, form):
     import specdec
 
-    if configuration.format == "dense":
-        return None
-    return specdec.load(configuration.target, **_place(configuration))
-
-
-def _place(configuration):
-    return {"device": configuration.device, "dtype": configuration.dtype}
+    how = {"backend": "llama.cpp"} if form == "gguf" else {"weights": form}
+    return specdec.load(name, device=configuration.device, dtype=configuration.dtype, **how)
 
 
 def prompt_ids(tokenizer, text: str) -> list[int]:
@@ -76,8 +73,17 @@ def prompt_ids(tokenizer, text: str) -> list[int]:
 
 def weight_bytes(model) -> int:
     """Bytes of weights that one forward pass of a few tokens reads: all but the rows of an embedding table of its own."""
+    if hasattr(model, "path"):
+        return _file_bytes(model.path)
     hf = model.model
     table, head = hf.get_input_embeddings().weight, hf.get_output_embeddings()
     size = sum(p.nbytes for p in hf.parameters()) + sum(getattr(m, "packed_bytes", 0) for m in hf.modules())
     tied = getattr(head, "weight", None) is not None and head.weight.data_ptr() == table.data_ptr()
     return size if tied else size - table.nbytes
+
+
+def _file_bytes(path):
+    import gguf
+
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors}
+    return sum(sizes.values()) - ("output.weight" in sizes) * sizes["token_embd.weight"]

@@ -10,6 +10,7 @@ import pandas as pd
 from scipy import stats
 
 from specdec import costmodel, equivalence
+from specdec.study.configurations import ADAPTIVE, CONTROL
 from specdec.study.records import RESULTS
 
 LEVEL = 0.95  # of every interval of a mean
@@ -129,11 +130,10 @@ def speedups(machine: str) -> pd.DataFrame:
     paired = pd.concat([paired, paired.assign(domain="all")])
     rows = []
     for key, cell in paired.groupby(["configuration", "temperature", "domain", "k"], sort=True):
-        mean, n = cell.log_ratio.mean(), len(cell)
-        half = stats.t.ppf((1 + LEVEL) / 2, n - 1) * cell.log_ratio.std(ddof=1) / np.sqrt(n) if n > 1 else np.nan
         rows.append(
             dict(zip(["configuration", "temperature", "domain", "k"], key, strict=True))
-            | {"speedup": np.exp(mean), "low": np.exp(mean - half), "high": np.exp(mean + half), "prompts": n}
+            | dict(zip(["speedup", "low", "high"], _ratio(cell.log_ratio), strict=True))
+            | {"prompts": len(cell)}
             | {
                 "tokens_per_second": (1 / cell.per_token).median(),
                 "baseline_tokens_per_second": (1 / cell.alone).median(),
@@ -292,7 +292,7 @@ def held_out(machine: str, resamples: int = 100, seed: int = 0) -> pd.DataFrame:
         parts = _by_prompt(cell)
         for half in (0, 1):
             seen, own = prompts[1 - half :: 2], prompts[half::2]
-            for k in sorted(set(cell.k) - {0}):
+            for k in sorted(k for k in set(cell.k) if k > 0):
 
                 def predict(chosen, k=k, parts=parts, v=costs[key[0]]):
                     return account([parts[p, k] for p in chosen], [parts[p, 0] for p in chosen], v)
@@ -323,6 +323,68 @@ def held_out(machine: str, resamples: int = 100, seed: int = 0) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def adaptive(machine: str) -> pd.DataFrame:
+    """An adaptive K against the fixed K that is best on the other half of the prompts, and against the target alone.
+
+    Paired by prompt: geometric means of time ratios with t intervals, as in :func:`speedups`. The prompts of a cell are
+    split in two halves, every second one, and each half is held against the K with the largest speedup on the other, so
+    that the fixed K is not chosen on the prompts it is judged on.
+
+    Columns: configuration, temperature, domain, prompts, ks (those chosen), of_fixed, of_fixed_low, of_fixed_high,
+    speedup, speedup_low, speedup_high; 1 and more means that nothing is lost.
+    """
+    answers, rows = records(machine, "answers"), []
+    columns = [
+        *["prompts", "ks", "of_fixed", "of_fixed_low", "of_fixed_high"],
+        *["speedup", "speedup_low", "speedup_high"],
+    ]
+    if answers.empty or not (answers.k == ADAPTIVE).any():
+        return pd.DataFrame(columns=[*_CELL, *columns])
+    answers = pd.concat([answers, answers.assign(domain="all")])
+    answers["log_seconds"] = np.log(answers.seconds / answers.tokens)
+    for key, cell in answers.groupby(_CELL, sort=True):
+        logs = cell.pivot(index="prompt", columns="k", values="log_seconds").loc[list(dict.fromkeys(cell.prompt))]
+        fixed = [k for k in logs if k > 0]
+        if ADAPTIVE not in logs or len(logs) < 4:
+            continue
+        halves = [logs.iloc[half::2] for half in (0, 1)]
+        chosen = [other[fixed].mean().idxmin() for other in reversed(halves)]
+        against = pd.concat([own[k] - own[ADAPTIVE] for own, k in zip(halves, chosen, strict=True)])
+        rows.append(
+            dict(zip(_CELL, key, strict=True))
+            | {"prompts": len(logs), "ks": sorted(set(chosen))}
+            | dict(zip(columns[2:], _ratio(against) + _ratio(logs[0] - logs[ADAPTIVE]), strict=True))
+        )
+    return pd.DataFrame(rows, columns=[*_CELL, *columns])
+
+
+def controls(machine: str) -> pd.DataFrame:
+    """The target alone against itself (A/A): two arms of one run that differ in nothing but their turn.
+
+    Geometric means of time ratios, paired by prompt, with t intervals at a level corrected for the number of cells
+    (Bonferroni): 1 lies in all of them with the probability ``LEVEL``, if a run measures what it says.
+
+    Columns: configuration, temperature, prompts, ratio, ratio_low, ratio_high.
+    """
+    answers = records(machine, "answers")
+    columns = ["configuration", "temperature", "prompts", "ratio", "ratio_low", "ratio_high"]
+    if answers.empty or not (answers.k == CONTROL).any():
+        return pd.DataFrame(columns=columns)
+    answers["log_seconds"] = np.log(answers.seconds / answers.tokens)
+    logs = answers.pivot(index=["configuration", "temperature", "prompt"], columns="k", values="log_seconds")
+    cells = dict(list((logs[0] - logs[CONTROL]).dropna().groupby(["configuration", "temperature"])))
+    level = 1 - (1 - LEVEL) / len(cells)
+    rows = [dict(zip(columns, [*key, len(cell), *_ratio(cell, level)], strict=True)) for key, cell in cells.items()]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _ratio(logs: pd.Series, level: float = LEVEL) -> tuple[float, float, float]:
+    """The geometric mean of ratios and its t interval, from their logarithms; no interval for one."""
+    mean, n = logs.mean(), len(logs)
+    half = stats.t.ppf((1 + level) / 2, n - 1) * logs.std(ddof=1) / np.sqrt(n) if n > 1 else np.nan
+    return np.exp(mean), np.exp(mean - half), np.exp(mean + half)
+
+
 def best(table: pd.DataFrame, configuration: str, domain: str = "all", temperature: float = 0.0) -> pd.Series | None:
     """The row with the largest speedup of one configuration, domain and temperature; None if nothing was measured."""
     rows = table[(table.configuration == configuration) & (table.domain == domain) & (table.temperature == temperature)]
@@ -332,7 +394,7 @@ def best(table: pd.DataFrame, configuration: str, domain: str = "all", temperatu
 def greedy_agreement(machine: str) -> pd.DataFrame:
     """How many greedy answers equal the target-only one, by configuration and K; the widest top-2 gap at a divergence."""
     answers = records(machine, "answers")
-    greedy = answers[(answers.temperature == 0) & (answers.k > 0)]
+    greedy = answers[(answers.temperature == 0) & ((answers.k > 0) | (answers.k == ADAPTIVE))]
     return (
         greedy.groupby(["configuration", "k"])
         .agg(

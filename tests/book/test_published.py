@@ -26,7 +26,7 @@ def test_records_are_whole(name):
         assert len(run["steps"][step]["commit"]) == 40  # measured on a committed tree, so without a plus
     answers = tables.records(MACHINE, "answers").query("configuration == @name")
     decode = plan["decode"]
-    cells = sum(decode.prompts.values()) * len(decode.temperatures) * (1 + len(decode.ks))
+    cells = sum(decode.prompts.values()) * len(decode.temperatures) * (3 + len(decode.ks))
     assert len(answers) == cells and not answers.duplicated(["prompt", "temperature", "k"]).any()
     assert (answers.tokens == decode.max_new_tokens).all()
     rounds = tables.records(MACHINE, "rounds").query("configuration == @name")

@@ -161,10 +161,10 @@ def test_first_layers_of_a_packed_model_share_its_weights(tmp_path, weights):
 
 def test_int8_is_for_a_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(loading, "_device", lambda name: torch.device("mps"))
-    with pytest.raises(ValueError, match="runs on a CPU, not on mps"):
+    with pytest.raises(ValueError, match="run on a CPU, not on mps"):
         loading.load("huge", weights="int8")
     monkeypatch.undo()
-    monkeypatch.setattr(packing, "int8_missing", lambda: "no 8-bit kernels")
+    monkeypatch.setattr(packing, "int8_missing", lambda device: "no 8-bit kernels")
     with pytest.raises(ValueError, match="no 8-bit kernels"):
         loading.load("huge", device="cpu", weights="int8")
 
@@ -172,24 +172,25 @@ def test_int8_is_for_a_cpu(monkeypatch, tmp_path):
 def test_a_configuration_loads_each_model_in_its_form(monkeypatch):
     loads = []
     monkeypatch.setattr(specdec, "load", lambda name, **form: loads.append((name, form)) or TorchModel(tiny(0)))
+    monkeypatch.setattr(loading, "llama_cpp_missing", lambda device: "no llama.cpp")
+    monkeypatch.setattr(packing, "int8_missing", lambda device: "no kernels")
     place = {"device": "cpu", "dtype": "bfloat16"}
+    dense, int8, gguf = ({"weights": "dense"} | place, {"weights": "int8"} | place, {"backend": "llama.cpp"} | place)
     declared = configurations.study().configurations
-    for name, target, draft in (
-        ("cpu-bf16", "dense", "dense"),
-        ("int8-draft", "dense", "int8"),
-        ("int8-both", "int8", "int8"),
-        ("int8-target", "int8", "dense"),
+    for name, target, draft, missing in (
+        ("cpu-bf16", dense, dense, None),
+        ("int8-draft", dense, int8, "no kernels"),
+        ("int8-both", int8, int8, "no kernels"),
+        ("int8-target", int8, dense, "no kernels"),
+        ("gguf-draft", dense, gguf, "no llama.cpp"),
+        ("gguf-q4", gguf, gguf, "no llama.cpp"),
     ):
         loads.clear()
         pairs.build(declared[name])
-        assert loads == [
-            ("qwen2.5-coder-1.5b", place | {"weights": target}),
-            ("qwen2.5-coder-0.5b", place | {"weights": draft}),
-        ]
-        dense = pairs.dense_target(declared[name])
-        assert (dense is None) == (target == "dense") and loads[2:] == ([] if dense is None else [(loads[0][0], place)])
-        monkeypatch.setattr(packing, "int8_missing", lambda: "no kernels")
-        assert pairs.unavailable(declared[name]) == (None if name == "cpu-bf16" else "no kernels")
+        pairs.dense_target(declared[name])
+        again = [] if target is dense else [("qwen2.5-coder-1.5b", dense)]
+        assert loads == [("qwen2.5-coder-1.5b", target), ("qwen2.5-coder-0.5b", draft), *again]
+        assert pairs.unavailable(declared[name]) == missing
 
 
 def test_what_cannot_be_packed_stays_as_it_is(tmp_path, monkeypatch):

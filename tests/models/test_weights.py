@@ -451,7 +451,9 @@ def test_load_refuses_what_is_not_offered(shelf):
 
     shelf.add("tiny", DATA)
     for arguments, named in (
-        ({"backend": "llama.cpp"}, "llama.cpp.*'torch'"),
+        ({"backend": "abacus"}, "abacus.*'torch', 'llama.cpp'"),
+        ({"backend": "llama.cpp", "weights": "int8"}, "int8.*'dense'"),
+        ({"backend": "llama.cpp", "name": "owner/model"}, "data/weights.yml.*owner/model"),
         ({"weights": "int4"}, "int4.*'dense', 'int8'"),
         ({"dtype": "int4"}, "int4.*'bfloat16'"),
         ({"device": "cuda:99"}, "cuda:99"),

@@ -19,7 +19,8 @@ def test_every_profile_names_known_weights_and_enough_prompts():
 
 
 def test_required_configurations_are_declared():
-    assert {"cpu-bf16", "cpu-fp32", "prompt-lookup", "mps-fp16", "cuda-bf16"} <= set(conf.study().configurations)
+    named = "cpu-bf16 cpu-fp32 int8-draft int8-both int8-target gguf-q4 gguf-draft prompt-lookup mps-fp16 cuda-bf16 gguf-metal"
+    assert set(named.split()) <= set(conf.study().configurations)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,7 @@ def test_required_configurations_are_declared():
         ({"ks": "(2, 4)"}, "ks: Input should be a valid list"),
         ({"ks": []}, "ks"),
         ({"ks": [0]}, "ks.0"),
+        ({"adaptive": 0}, "adaptive"),
         ({"max_new_tokens": "12"}, "max_new_tokens"),
         ({"max_new_tokens": 1.5}, "max_new_tokens"),
         ({"temperatures": [float("nan")]}, "temperatures"),
@@ -38,7 +40,7 @@ def test_required_configurations_are_declared():
     ],
 )
 def test_bad_parameters_are_named(change, message):
-    good = {"prompts": {"code": 1}, "ks": [2], "temperatures": [0.0], "max_new_tokens": 8, "seed": 0}
+    good = {"prompts": {"code": 1}, "ks": [2], "adaptive": 2, "temperatures": [0.0], "max_new_tokens": 8, "seed": 0}
     conf.validated("decode", good)
     with pytest.raises(ValueError, match=re.escape(message)):
         conf.validated("decode", good | change)

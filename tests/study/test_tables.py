@@ -3,9 +3,10 @@
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from specdec import costmodel, equivalence
-from specdec.study import chapter, claims, explore, records, tables
+from specdec.study import chapter, claims, configurations, explore, records, tables
 
 
 def make(folder, per_token, acceptance=(3, 1, 0), v=None, name="cpu-bf16"):
@@ -19,26 +20,27 @@ def make(folder, per_token, acceptance=(3, 1, 0), v=None, name="cpu-bf16"):
             answers.append(
                 key | {"tokens": 10, "seconds": 10 * seconds, "diverged_at": None, "top_gap": None, "top_logit": None}
             )
+            length = max(k, 0)
             for i, accepted in enumerate(acceptance if k else (0, 0, 0)):
                 half = {
-                    "draft_seconds": 0.1 * k,
+                    "draft_seconds": 0.1 * length,
                     "verify_seconds": 0.5,
-                    "forward_seconds": 0.5 + 0.1 * k,
-                    "seconds": 0.6 + 0.1 * k,
+                    "forward_seconds": 0.5 + 0.1 * length,
+                    "seconds": 0.6 + 0.1 * length,
                 }
                 rounds.append(
                     key
                     | {
                         "round": i,
-                        "asked": k,
-                        "drafted": k,
-                        "accepted": min(accepted, k),
-                        "emitted": min(accepted, k) + 1,
+                        "asked": length,
+                        "drafted": length,
+                        "accepted": min(accepted, length),
+                        "emitted": min(accepted, length) + 1,
                         "ended": False,
                     }
                     | (
                         half
-                        if k
+                        if length
                         else {"draft_seconds": 0.0, "verify_seconds": 0.5, "forward_seconds": 0.5, "seconds": 0.5}
                     )
                 )
@@ -157,6 +159,33 @@ def test_fidelity_is_told_of_targets_that_are_not_dense(machine):
     [row] = tables.fidelity("box").itertuples()
     assert (row.configuration, row.rows, row.tv, row.tv_largest, row.agreement) == ("int8-target", 4, 0.1, 0.3, 0.75)
     assert row.low < 0.75 < row.high
+
+
+def test_an_adaptive_k_is_held_against_the_k_of_the_other_half(machine):
+    """K = 2 is the best on every second prompt, K = 4 on the others: each is judged where the other was chosen."""
+    fast, slow = 0.4, 0.8
+    seconds = {0: [1.0] * 8, 2: [fast, slow] * 4, 4: [slow, fast] * 4, configurations.ADAPTIVE: [0.5] * 8}
+    make(machine, seconds)
+    row = tables.adaptive("box").query("domain == 'code'").iloc[0]
+    assert row.of_fixed == row.of_fixed_low == row.of_fixed_high == pytest.approx(slow / 0.5, rel=1e-5)
+    assert row.speedup == pytest.approx(2.0, rel=1e-5) and row.ks == [2, 4] and row.prompts == 8
+    assert set(tables.speedups("box").k) == {2, 4} and set(tables.predictions("box").k) == {2, 4}
+    make(machine, {0: [1.0] * 3, 2: [0.5] * 3, configurations.ADAPTIVE: [0.5] * 3}, name="cpu-fp32")
+    assert set(tables.adaptive("box").configuration) == {"cpu-bf16"}  # three prompts make no two halves
+
+
+def test_the_target_alone_is_held_against_itself(machine):
+    make(machine, {0: [1.0, 1.1, 0.9, 1.0], 2: [0.5] * 4, configurations.CONTROL: [1.1, 1.0, 1.0, 0.9]})
+    make(machine, {0: [1.0] * 4, configurations.CONTROL: [0.5, 0.51, 0.5, 0.49]}, name="cpu-fp32")
+    make(machine, {0: [1.0], 2: [0.5]}, name="int8-draft")
+    table = tables.controls("box").set_index("configuration")
+    assert set(table.index) == {"cpu-bf16", "cpu-fp32"} and (table.prompts == 4).all()
+    fair, unfair = table.loc["cpu-bf16"], table.loc["cpu-fp32"]
+    assert fair.ratio_low < 1 < fair.ratio_high and unfair.ratio_low > 1.9
+    logs = np.log([1.0 / 1.1, 1.1, 0.9, 1.0 / 0.9])
+    half = stats.t.ppf(1 - 0.05 / 2 / 2, 3) * logs.std(ddof=1) / 2  # two cells share the level
+    assert fair.ratio_high == pytest.approx(np.exp(logs.mean() + half), rel=1e-5)
+    assert set(tables.speedups("box").k) == {2}
 
 
 def test_few_values_give_no_interval():
