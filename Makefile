@@ -4,13 +4,14 @@
 PYTHON  ?= python3
 PROFILE ?= quick
 MACHINE ?=
+CONFIGURATION ?=
 TARGET  ?=
 DRAFT   ?=
 ARGS    ?=
 
 QUIET     = --quiet rules host reason
 SNAKEMAKE = -m snakemake --cores 1 --rerun-incomplete $(QUIET) $(ARGS)
-CONFIG    = $(if $(MACHINE),machine=$(MACHINE))
+CONFIG    = $(strip $(if $(MACHINE),machine=$(MACHINE)) $(if $(CONFIGURATION),configuration=$(CONFIGURATION)))
 # The shell finds jupyter-book and papermill of the same environment first.
 RUN       = PATH="$(CURDIR)/.venv/bin:$$PATH" .venv/bin/python
 RENDER    = PATH="$(CURDIR)/.venv-book/bin:$$PATH" .venv-book/bin/python
@@ -22,7 +23,7 @@ help:
 	@echo "make book   the quick study on this machine, then the book   [PROFILE=smoke|quick|standard|full]"
 	@echo "make html   the published book, without torch or weights     [MACHINE=name]"
 	@echo "make pdf    the same as one PDF; needs Chromium              [MACHINE=name]"
-	@echo "make study  measure only; goes on where it stopped            [PROFILE=smoke|quick|standard|full]"
+	@echo "make study  measure only; goes on where it stopped            [PROFILE=smoke|quick|standard|full CONFIGURATION=name]"
 	@echo "make llama  build llama.cpp for its configurations; make study does it by itself"
 	@echo "make advise does it pay here? two minutes, no study          [TARGET=name|folder|hub DRAFT=...]"
 	@echo "make test   the whole test suite                             [ARGS='-k name']"
@@ -53,7 +54,7 @@ test: .venv/.stamp
 	@$(RUN) -m pytest $(ARGS)
 
 clean:
-	@rm -rf _build book/notebooks book/generated
+	@rm -rf _build book/notebooks book/configurations
 
 .venv/.stamp: requirements.txt pyproject.toml
 	@$(call environment,.venv,requirements.txt,a few minutes and 2 GB the first time)

@@ -3,6 +3,7 @@
 #   snakemake --cores 1 html                          the published book, from committed records
 #   snakemake --cores 1 pdf                           the same as one PDF
 #   snakemake --cores 1 --config profile=quick book   measure this machine first
+#   snakemake --cores 1 --config profile=full configuration=gguf-draft study    one configuration only
 
 import json
 import os
@@ -32,6 +33,7 @@ FILES = {
     "sample": ["tokens.csv"],
     "rows": ["onestep.csv", "passes.csv"],
     "repeats": ["repeats.csv"],
+    "peers": ["peers.csv"],
     "teeth": ["detection.csv", "calibration.csv"],
 }
 # Code of one step only.
@@ -39,10 +41,12 @@ OWN = {
     "sample": ["specdec/study/reference.py"],
     "rows": ["specdec/study/rows.py"],
     "repeats": ["specdec/study/reference.py"],
+    "peers": ["specdec/study/peers.py"],
     "teeth": ["specdec/study/teeth.py", "specdec/study/toys.py", "specdec/study/rows.py"],
 }
-CHAPTERS = ["verification-cost", "acceptance", "speedup", "cost-model", "explore", "equivalence", "overview"]
+CHAPTERS = ["verification-cost", "acceptance", "speedup", "cost-model", "peers", "explore", "equivalence", "overview"]
 EXECUTED = expand("book/notebooks/{chapter}.ipynb", chapter=CHAPTERS)
+PAGES = expand("book/configurations/{name}.md", name=configurations.with_page())
 
 
 def here(path):
@@ -54,7 +58,7 @@ def sources(*patterns):
 
 
 BOOK = [
-    *["book/index.ipynb", *EXECUTED, "book/notebooks/figures.ipynb"],
+    *["book/index.ipynb", *EXECUTED, *PAGES, "book/notebooks/figures.ipynb"],
     *sources("book/*.md", "book/*.yml", "book/*.bib", "book/_ext/*.py", "book/_static/*", "book/_templates/*"),
     *sources("specdec/**/*.py", "_config.yml"),  # the reference is made from docstrings
 ]
@@ -67,7 +71,10 @@ def planned():
     from specdec.study import pairs
 
     reasons = {name: pairs.unavailable(STUDY.configurations[name]) for name in STUDY.profiles[PROFILE]}
-    return [n for n, why in reasons.items() if why is None], {n: why for n, why in reasons.items() if why}
+    chosen = [config["configuration"]] if "configuration" in config else list(reasons)
+    if unknown := set(chosen) - set(reasons):
+        sys.exit(f"profile {PROFILE} measures no configuration {unknown.pop()!r}; it has {', '.join(reasons)}")
+    return [n for n in chosen if reasons[n] is None], {n: why for n, why in reasons.items() if why}
 
 
 PLANNED, SKIPPED = planned() if MEASURED else ([], {})
@@ -184,6 +191,19 @@ rule analyse:
         json=analysing,
     shell:
         RUN
+
+
+rule configuration_pages:
+    input:
+        records=RECORDS + sources(*[f"data/results/{name}/**/*.*" for name in COMMITTED]),
+        study="data/configurations.yml",
+        code=sources("specdec/*.py", "specdec/study/*.py"),
+    output:
+        PAGES,
+    params:
+        machines=[MACHINE, next(iter(PUBLISHED), MACHINE)],
+    shell:
+        "{sys.executable} -m specdec.study.configuration_pages {params.machines}"
 
 
 rule render:

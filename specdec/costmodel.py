@@ -154,18 +154,19 @@ class AdaptiveK:
         return best_k(rate ** np.arange(1, self.k_max + 1), self.costs.c, self.costs.v, self.costs.overhead)[0]
 
 
-def break_even_c(survival: ArrayLike, v: float, overhead: float = 0.0) -> float:
-    """The latency ratio c at which the speedup is 1 at K = len(survival): (1 + sum S_k - v - overhead) / K.
+def break_even_c(tokens: float, k: int, v: float, overhead: float = 0.0) -> float:
+    """The latency ratio c at which the speedup is 1, if a round of K = k gives so many ``tokens``: (tokens - v - overhead) / k.
 
     A draft pays below it. Where it is <= 0 no draft pays, however fast.
 
     Raises:
-        ValueError: as :func:`speedup`, or K = 0: without a draft there is no c.
+        ValueError: tokens not in 1..k + 1, k < 1, or a cost that is negative or not finite.
     """
-    survival = _survival(survival)
-    if not len(survival):
-        raise ValueError("K = 0: without a draft there is no latency ratio to break even at")
-    return (expected_tokens(survival) - _cost(v, "v") - _cost(overhead, "overhead")) / len(survival)
+    if k < 1 or k != int(k):
+        raise ValueError(f"k must be a whole number >= 1, not {k!r}")
+    if not 1 <= tokens <= k + 1:
+        raise ValueError(f"a round of K = {k} gives 1 to {k + 1} tokens, not {tokens!r}")
+    return (tokens - _cost(v, "v") - _cost(overhead, "overhead")) / k
 
 
 def break_even_acceptance(k: int, c: float, v: float, overhead: float = 0.0) -> float:

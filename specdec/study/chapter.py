@@ -65,13 +65,18 @@ def say(*paragraphs: str) -> None:
 
 
 def table(data: pd.DataFrame, **formats: str) -> None:
-    """A table: the named columns in the given order, each in its format; a dash where there is no value."""
+    """Show :func:`table_text`."""
+    say(table_text(data, **formats))
+
+
+def table_text(data: pd.DataFrame, **formats: str) -> str:
+    """A table in Markdown: the named columns in the given order, each in its format; a dash where there is no value."""
     rows = [
         [form.format(v) if pd.notna(v) else "–" for v, form in zip(row, formats.values(), strict=True)]
         for row in data[list(formats)].itertuples(index=False)
     ]
     lines = [list(formats), ["---"] * len(formats), *rows]
-    say("\n".join("| " + " | ".join(line) + " |" for line in lines))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def in_order(names) -> list[str]:

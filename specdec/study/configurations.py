@@ -148,6 +148,16 @@ class Repeats(Record):
     seed: int
 
 
+class Peers(Record):
+    """Parameters of ``peers``: greedy answers of this and of other configurations (``beside``) with draft length k, and of other libraries."""
+
+    beside: list[str]
+    prompts: Annotated[dict[Domain, Count], Field(min_length=1)]
+    k: Count
+    max_new_tokens: Count
+    seed: int
+
+
 class Teeth(Record):
     """Parameters of ``teeth``: planted faults against every level, and the calibration of the tests.
 
@@ -170,6 +180,7 @@ STEPS = {
     "sample": Sample,
     "rows": Rows,
     "repeats": Repeats,
+    "peers": Peers,
     "teeth": Teeth,
 }
 
@@ -182,6 +193,7 @@ class Plan(Record):
     sample: Sample | None = None
     rows: Rows | None = None
     repeats: Repeats | None = None
+    peers: Peers | None = None
     teeth: Teeth | None = None
 
     @model_validator(mode="after")
@@ -207,7 +219,7 @@ class Study(Record):
     @model_validator(mode="after")
     def _known(self):
         for profile, plans in self.profiles.items():
-            for name in plans:
+            for name in [*plans, *(other for plan in plans.values() if plan.peers for other in plan.peers.beside)]:
                 if name not in self.configurations:
                     raise ValueError(f"profile {profile} names an unknown configuration {name}")
         return self
@@ -224,6 +236,12 @@ def study(path: Path = DATA / "configurations.yml") -> Study:
         return Study.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except ValidationError as error:
         raise ValueError(f"{path.name}: {_readable(error)}") from None
+
+
+def with_page() -> list[str]:
+    """Configurations that have a page of their own: those that are measured for publication, but the toy."""
+    known = study()
+    return [name for name in known.profiles["full"] if known.configurations[name].draft.kind != "toy"]
 
 
 def plan(profile: str, configuration: str) -> Plan:

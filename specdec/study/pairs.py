@@ -9,14 +9,16 @@ def unavailable(configuration: Configuration) -> str | None:
     """Why ``configuration`` cannot run on this machine; None if it can."""
     import torch
 
-    from specdec.models import loading, packing
+    from specdec.models import loading, packing, weights
 
     if configuration.device == "cuda" and not torch.cuda.is_available():
         return "no CUDA device here"
     if configuration.device == "mps" and not torch.backends.mps.is_available():
         return "no Apple GPU (MPS) here"
     missing = {"int8": packing.int8_missing, "gguf": loading.llama_cpp_missing, "dense": lambda device: None}
-    reasons = (missing[form](configuration.device) for form in sorted(configuration.formats()))
+    reasons = [missing[form](configuration.device) for form in sorted(configuration.formats())]
+    known = weights.manifest()  # a folder or a repository of the hub is looked for when it is loaded
+    reasons += [weights.missing(name) for name in configuration.weights() if name in known]
     return next(filter(None, reasons), None)
 
 
@@ -47,6 +49,16 @@ def load_draft(configuration: Configuration, target):
 def dense_target(configuration: Configuration):
     """The target with dense weights where the configuration's are not; None where they are."""
     return None if configuration.format == "dense" else _load(configuration, configuration.target, "dense")
+
+
+def tokenizer(configuration: Configuration):
+    """The tokenizer of the target, without its weights."""
+    from transformers import AutoTokenizer
+
+    from specdec.models import weights
+
+    with weights.without_bars():
+        return AutoTokenizer.from_pretrained(weights.converted(configuration.target))
 
 
 def _load(configuration, name, form):

@@ -20,7 +20,7 @@ import psutil
 from specdec.study.configurations import DATA, ROOT, study
 
 RESULTS = DATA / "results"
-_PACKAGES = ("specdec", "torch", "transformers", "numpy", "scipy", "pandas", "papermill")
+_PACKAGES = ("specdec", "torch", "transformers", "numpy", "scipy", "pandas", "papermill", "llama-cpp-python")
 
 
 def machine_name() -> str:

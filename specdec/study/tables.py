@@ -378,6 +378,45 @@ def controls(machine: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
+def peers(data: pd.DataFrame) -> pd.DataFrame:
+    """Every arm of ``peers.csv`` by domain ("all" over the domains): tokens a second, and speedup over its library's own baseline.
+
+    Both are geometric means over prompts with t intervals, the speedup paired by prompt; the whole call is timed.
+
+    Columns: domain, arm, library, baseline, k, prompts, rate, rate_low, rate_high (tokens a second), speedup, low, high,
+    identical (answers that equal those of the baseline).
+    """
+    data = data.assign(log_rate=np.log(data.tokens / data.seconds))
+    alone = data.set_index(["arm", "prompt"])[["log_rate", "ids"]].add_prefix("alone_")
+    data = data.join(alone, on=["baseline", "prompt"])
+    rows = []
+    for key, cell in pd.concat([data, data.assign(domain="all")]).groupby(["domain", "arm"], sort=True):
+        fields = cell.iloc[0][["library", "baseline", "k"]].to_dict()
+        rows.append(
+            dict(zip(["domain", "arm"], key, strict=True))
+            | fields
+            | {"prompts": len(cell)}
+            | dict(zip(["rate", "rate_low", "rate_high"], _ratio(cell.log_rate), strict=True))
+            | dict(zip(["speedup", "low", "high"], _ratio(cell.log_rate - cell.alone_log_rate), strict=True))
+            | {"identical": int((cell.ids == cell.alone_ids).sum())}
+        )
+    return pd.DataFrame(rows)
+
+
+def left_out(machine: str) -> dict[str, str]:
+    """Arms of ``peers`` that ``machine`` could not run, with the reason."""
+    steps = [run["steps"]["peers"] for run in runs(machine).values() if "peers" in run["steps"]]
+    return {name: why for step in steps for name, why in step["skipped"].items()}
+
+
+def ahead(data: pd.DataFrame, arm: str, other: str, domain: str = "all") -> pd.Series:
+    """How many times as many tokens a second ``arm`` gives as ``other``, paired by prompt; speedup, low, high, prompts."""
+    own = data if domain == "all" else data[data.domain == domain]
+    logs = own.assign(log=np.log(own.seconds / own.tokens)).pivot(index="prompt", columns="arm", values="log")
+    ratio = logs[other] - logs[arm]
+    return pd.Series(dict(zip(["speedup", "low", "high"], _ratio(ratio), strict=True)) | {"prompts": len(ratio)})
+
+
 def _ratio(logs: pd.Series, level: float = LEVEL) -> tuple[float, float, float]:
     """The geometric mean of ratios and its t interval, from their logarithms; no interval for one."""
     mean, n = logs.mean(), len(logs)

@@ -83,7 +83,7 @@ def test_numbers_are_those_of_the_cost_model(page):
         assert found["curve"] == pytest.approx(expected, rel=1e-9)
         assert found["speedup"] == pytest.approx(expected[k], rel=1e-9)
         assert (found["bestK"], found["bestSpeedup"]) == pytest.approx(costmodel.best_k(survival, c, v, o), rel=1e-9)
-        even = costmodel.break_even_c(survival[:k], wide[k], o) if k else np.nan
+        even = costmodel.break_even_c(costmodel.expected_tokens(survival[:k]), k, wide[k], o) if k else np.nan
         assert found["breakEven"] == pytest.approx(even, rel=1e-9, abs=1e-9, nan_ok=True)
         assert page.locator("#explore-speedup").inner_text() == f"{found['speedup']:.2f}"
         assert page.locator("#explore-best").inner_text() == str(found["bestK"])

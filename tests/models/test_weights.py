@@ -246,6 +246,20 @@ def test_hub(shelf, hub):
     assert shelf.leftovers() == ["staging", "tiny.gguf"]
 
 
+def test_what_is_missing_is_said_before_anything_is_fetched(shelf, hub, monkeypatch):
+    shelf.add("tiny", DATA, parts=0)
+    shelf.add("packed", DATA)
+    assert weights.missing("packed") is None
+    assert "only the model hub has it: someone/tiny" in weights.missing("tiny")
+    hub[f"/someone/tiny/resolve/{REVISION}/tiny.gguf"] = DATA
+    assert weights.missing("tiny") is None and not shelf.cache.exists()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert weights.missing("tiny").endswith("switched off by HF_HUB_OFFLINE")
+    shelf.cache.mkdir()
+    (shelf.cache / "tiny.gguf").write_bytes(DATA)
+    assert weights.missing("tiny") is None
+
+
 def test_hub_with_another_file(shelf, hub):
     shelf.add("tiny", DATA)
     hub[f"/someone/tiny/resolve/{REVISION}/tiny.gguf"] = DATA[::-1]

@@ -6,7 +6,7 @@ import pytest
 from scipy import stats
 
 from specdec import costmodel, equivalence
-from specdec.study import chapter, claims, configurations, explore, records, tables
+from specdec.study import chapter, claims, configuration_pages, configurations, explore, records, tables
 
 
 def make(folder, per_token, acceptance=(3, 1, 0), v=None, name="cpu-bf16"):
@@ -226,6 +226,32 @@ def test_a_second_mechanism_verdict(machine):
     make(machine, {0: many, 2: [p / 0.8 for p in many]}, v={1: 1.0, 3: 2.0, 5: 3.0}, name="cpu-fp32")
     assert claims.verdicts("box")["mechanism"].verdict == claims.HOLDS
     assert claims.verdicts("box")["some-decelerate"].found.startswith("1 of 2")
+
+
+def test_a_four_bit_target_is_told_from_a_metal_one(machine):
+    many = [1.0 + 0.01 * i for i in range(8)]
+    make(machine, {0: many, 2: [p / 0.8 for p in many]}, v={1: 1.0, 3: 2.5, 5: 4.5}, name="gguf-q4")
+    found = claims.verdicts("box")["serial-verification"]
+    assert found.verdict == claims.UNTESTED and "`gguf-q4` v(5) = 4.50" in found.found
+    make(machine, {0: many, 2: [p / 0.8 for p in many]}, v={1: 1.0, 3: 2.5, 5: 4.5}, name="gguf-metal")
+    assert claims.verdicts("box")["quantised-cost"].verdict == claims.HOLDS
+
+
+def test_every_configuration_has_a_page(machine, tmp_path, monkeypatch):
+    monkeypatch.setattr(configuration_pages, "FOLDER", tmp_path / "pages")
+    many = [1.0 + 0.01 * i for i in range(8)]
+    make(machine, {0: many, 2: [p / 1.5 for p in many], 4: [p / 0.8 for p in many]}, acceptance=(1, 0, 0))
+    make(tmp_path / "theirs", {0: [1.0, 1.1], 2: [0.9, 1.0]}, name="prompt-lookup")
+    (machine / "skipped.json").write_text('{"cuda-bf16": "no CUDA device here"}')
+    configuration_pages.write("box", "theirs")
+    pages = {path.stem: path.read_text() for path in (tmp_path / "pages").iterdir()}
+    assert set(pages) == set(configurations.with_page()) and "toy" not in pages
+    own = pages["cpu-bf16"]
+    assert "CONFIGURATION=cpu-bf16" in own and "Not run on this machine" not in own
+    assert "At its best $K$ = 2 it wins: 1.50 (1.50 to 1.50)" in own and "| 4 | " in own and "| only " in own
+    assert "Not run on this machine (`box`): no CUDA device here." in pages["cuda-bf16"]
+    lookup = pages["prompt-lookup"]
+    assert "Not run on this machine (`box`): not in the profile" in lookup and "The published machine: " in lookup
 
 
 def test_the_interactive_page_starts_from_what_was_measured(machine):

@@ -1,0 +1,174 @@
+"""What a user would pick instead, beside the loops here: the same prompts, the same number of greedy tokens. Torch is loaded when asked."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specdec.study import configurations, pairs
+from specdec.study.configurations import Configuration
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to decode.
+
+    name: of the arm; library: whose loop it is, with its version; baseline: name of the arm in which the same library
+    decodes with the same target alone, its own for that one; k: draft length, 0 without drafts; decode: (prompt ids,
+    tokens wanted) -> new tokens, greedy, past any end token, and everything forgotten from call to call.
+    """
+
+    name: str
+    library: str
+    baseline: str
+    k: int
+    decode: Callable[[list[int], int], list[int]]
+
+
+def arms(names: Sequence[str], k: int) -> tuple[list[Arm], dict[str, str]]:
+    """The arms of configurations ``names``, of which the first says what the peers decode; and why others are left out."""
+    study = configurations.study().configurations
+    reasons = {name: pairs.unavailable(study[name]) for name in names}
+    found = ours({name: study[name] for name in names if not reasons[name]}, k)
+    first = study[names[0]]
+    for maker in (transformers, llama_cpp_python, xllamacpp):
+        made = maker(first, k)
+        if isinstance(made, str):
+            reasons[maker.__name__] = made
+        else:
+            found += made
+    return found, {name: why for name, why in reasons.items() if why}
+
+
+def ours(chosen: dict[str, Configuration], k: int) -> list[Arm]:
+    """Target-only and speculative decoding of this package; configurations with one and the same target share it."""
+    import specdec
+
+    greedy, targets, found = specdec.Sampling(temperature=0), {}, []
+    library = f"specdec {specdec.__version__}"
+
+    def decoder(target, draft, k):
+        return lambda ids, tokens: specdec.speculative(target, draft, ids, k, tokens, greedy).tokens
+
+    for name, one in chosen.items():
+        key = (one.target, one.format, one.device, one.dtype)
+        if key not in targets:
+            target, alone = targets[key] = pairs.load_target(one), f"{name}, target alone"
+            found.append(Arm(alone, library, alone, 0, decoder(target, None, 0)))
+        target, alone = targets[key]
+        found.append(Arm(name, library, alone, k, decoder(target, pairs.load_draft(one, target), k)))
+    return found
+
+
+def transformers(one: Configuration, k: int) -> list[Arm] | str:
+    """``generate`` and assisted generation of transformers, on the weights as it loads them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from specdec.models import weights
+
+    def load(name):
+        folder = weights.converted(name)
+        with weights.without_bars():
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, one.dtype)).to(one.device)
+
+    return generating(load(one.target), load(one.draft.weights) if one.draft.kind == "model" else None, k)
+
+
+def generating(model, assistant, k: int) -> list[Arm]:
+    """The arms of :func:`transformers` on two of its models, every field that matters set by value; one without assistant.
+
+    The models' own ``generation_config`` is put aside for good.
+    """
+    import torch
+    from transformers import GenerationConfig
+
+    plain = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "eos_token_id": None, "pad_token_id": 0}
+    model.generation_config = GenerationConfig()
+    if assistant is not None:
+        assistant.generation_config = GenerationConfig(
+            num_assistant_tokens=k, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+        )
+
+    def decode(helper, ids, tokens):
+        batch = torch.tensor([ids], device=model.device)
+        settings = GenerationConfig(**plain, max_new_tokens=tokens, min_new_tokens=tokens, use_cache=True)
+        with torch.inference_mode():
+            answer = model.generate(
+                batch, attention_mask=torch.ones_like(batch), generation_config=settings, assistant_model=helper
+            )
+        return answer[0, len(ids) :].tolist()
+
+    alone, library = "generate", f"transformers {importlib.metadata.version('transformers')}"
+    found = [Arm(alone, library, alone, 0, lambda ids, tokens: decode(None, ids, tokens))]
+    if assistant is not None:
+        found.append(Arm("assisted generation", library, alone, k, lambda ids, tokens: decode(assistant, ids, tokens)))
+    return found
+
+
+def llama_cpp_python(one: Configuration, k: int) -> list[Arm] | str:
+    """llama.cpp alone, built for this machine."""
+    from specdec.models import loading, weights
+
+    if why := loading.llama_cpp_missing(one.device):
+        return why
+    import llama_cpp
+    import torch
+
+    threads = torch.get_num_threads()
+    model = llama_cpp.Llama(
+        str(weights.fetch(one.target)),
+        n_ctx=4096,
+        n_gpu_layers=0 if one.device == "cpu" else -1,
+        n_threads=threads,
+        n_threads_batch=threads,
+        verbose=False,
+    )
+
+    def decode(ids, tokens):
+        model.reset()
+        return [token for token, _ in zip(model.generate(ids, temp=0.0), range(tokens), strict=False)]
+
+    alone = "llama.cpp, native build"
+    return [Arm(alone, f"llama-cpp-python {llama_cpp.__version__}", alone, 0, decode)]
+
+
+def xllamacpp(one: Configuration, k: int) -> list[Arm] | str:
+    """llama.cpp from a wheel for many machines: alone, and with its own speculation."""
+    if not importlib.util.find_spec("xllamacpp"):
+        return "xllamacpp is not installed (`make llama` installs it)"
+    import torch
+    import xllamacpp as library
+
+    from specdec.models import weights
+
+    def server(drafts):
+        params = library.CommonParams()
+        params.model.path = str(weights.fetch(one.target))
+        params.n_ctx, params.n_parallel, params.cache_prompt, params.verbosity = 4096, 1, False, -1
+        for pool in (params.cpuparams, params.cpuparams_batch):
+            pool.n_threads = torch.get_num_threads()
+        if drafts:
+            own = params.speculative.draft
+            own.mparams.path = str(weights.fetch(one.draft.weights))
+            own.n_max, own.n_min, own.p_min = k, 0, 0.0
+            params.speculative.types = [library.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+            for pool in (own.cpuparams, own.cpuparams_batch):
+                pool.n_threads = torch.get_num_threads()
+        return library.Server(params)
+
+    def decoder(server):
+        def decode(ids, tokens):
+            request = {"prompt": ids, "n_predict": tokens, "temperature": 0.0, "ignore_eos": True}
+            answer = server.handle_completions(request | {"cache_prompt": False, "return_tokens": True})
+            return answer["tokens"]
+
+        return decode
+
+    alone, version = "llama.cpp, wheel", f"xllamacpp {importlib.metadata.version('xllamacpp')}"
+    found = [Arm(alone, version, alone, 0, decoder(server(False)))]
+    if one.draft.kind == "model":
+        found.append(Arm("llama.cpp, wheel, own drafts", version, alone, k, decoder(server(True))))
+    return found
