@@ -16,7 +16,16 @@ def test_a_machine_is_published():
     assert MACHINE is not None
 
 
-@pytest.mark.parametrize("name", ["cpu-bf16", "cpu-fp32", "prompt-lookup"])
+NAMES = [name for name in tables.runs(MACHINE) if name in configurations.with_page()]
+
+
+def test_what_this_machine_can_run_is_published():
+    declared = configurations.study()
+    planned = {name for name in declared.profiles["standard"] if declared.configurations[name].device == "cpu"}
+    assert {*NAMES, "toy"} == planned == set(tables.runs(MACHINE))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_records_are_whole(name):
     run = tables.runs(MACHINE)[name]
     plan = configurations.plan(run["profile"], name).steps()
@@ -28,6 +37,7 @@ def test_records_are_whole(name):
     decode = plan["decode"]
     cells = sum(decode.prompts.values()) * len(decode.temperatures) * (3 + len(decode.ks))
     assert len(answers) == cells and not answers.duplicated(["prompt", "temperature", "k"]).any()
+    assert answers.load.max() < run["steps"]["decode"]["machine"]["cores"] + 1  # the limit of the page Contribute
     assert (answers.tokens == decode.max_new_tokens).all()
     rounds = tables.records(MACHINE, "rounds").query("configuration == @name")
     emitted = rounds.groupby(["prompt", "temperature", "k"]).emitted.sum()
