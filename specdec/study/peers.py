@@ -17,7 +17,7 @@ class Arm:
 
     name: of the arm; library: whose loop it is, with its version; baseline: name of the arm in which the same library
     decodes with the same target alone, its own for that one; k: draft length, 0 without drafts; decode: (prompt ids,
-    tokens wanted) -> new tokens, greedy, past any end token, and everything forgotten from call to call.
+    tokens wanted) -> new tokens, greedy, past any end token, so many exactly, and everything forgotten from call to call.
     """
 
     name: str
@@ -159,11 +159,16 @@ def xllamacpp(one: Configuration, k: int) -> list[Arm] | str:
                 pool.n_threads = torch.get_num_threads()
         return library.Server(params)
 
+    tokenizer = pairs.tokenizer(one)
+
     def decoder(server):
         def decode(ids, tokens):
             request = {"prompt": ids, "n_predict": tokens, "temperature": 0.0, "ignore_eos": True}
-            answer = server.handle_completions(request | {"cache_prompt": False, "return_tokens": True})
-            return answer["tokens"]
+            answer = server.handle_completions(request | {"cache_prompt": False})
+            if answer.get("usage", {}).get("completion_tokens") != tokens:
+                raise RuntimeError(f"xllamacpp was asked for {tokens} tokens and answered {answer}")
+            # It gives text only: these ids may be fewer or more than were generated.
+            return tokenizer(answer["choices"][0]["text"], add_special_tokens=False)["input_ids"]
 
         return decode
 
