@@ -16,6 +16,7 @@ from specdec.study.records import RESULTS
 LEVEL = 0.95  # of every interval of a mean
 MEDIAN_LEVEL = 0.90  # of every interval of a median: five repeats give no more, from their smallest to their largest
 FEW = 8  # prompts; a point that rests on fewer is called indicative
+HALF = 3  # prompts, the fewest from which one half is predicted and on which the other is judged
 
 # Fixed whatever the records say: the arms that are compared, the level of the family, the margin of equivalence.
 PAIRS = (("speculative", "target-only"), ("speculative", "transformers"), ("target-only", "transformers"))
@@ -272,7 +273,7 @@ def held_out(machine: str, resamples: int = 100, seed: int = 0) -> pd.DataFrame:
 
     The prompts of a cell are split in two halves, every second one; each half is predicted from the rounds of the other.
     The interval is that of predicted / measured: from the bootstrap over the prompts of the one half and the spread of
-    the log ratios over those of the other, at ``LEVEL``. Cells whose halves do not both hold two prompts are left out.
+    the log ratios over those of the other, at ``LEVEL``. Cells whose halves do not both hold ``HALF`` prompts are left out.
 
     Returns:
         Columns: configuration, temperature, domain, k, half, prompts, speedup, the account, ratio, low, high; and the
@@ -287,7 +288,7 @@ def held_out(machine: str, resamples: int = 100, seed: int = 0) -> pd.DataFrame:
     seconds = answers.set_index([*_CELL, "prompt", "k"]).per_token
     for key, cell in rounds.groupby(_CELL, sort=True):
         prompts = list(dict.fromkeys(cell.prompt))
-        if len(prompts) < 4:
+        if len(prompts) < 2 * HALF:
             continue
         parts = _by_prompt(cell)
         for half in (0, 1):
@@ -414,7 +415,8 @@ def ahead(data: pd.DataFrame, arm: str, other: str, domain: str = "all") -> pd.S
     own = data if domain == "all" else data[data.domain == domain]
     logs = own.assign(log=np.log(own.seconds / own.tokens)).pivot(index="prompt", columns="arm", values="log")
     ratio = logs[other] - logs[arm]
-    return pd.Series(dict(zip(["speedup", "low", "high"], _ratio(ratio), strict=True)) | {"prompts": len(ratio)})
+    found = dict(zip(["speedup", "low", "high"], _ratio(ratio), strict=True)) | {"prompts": len(ratio)}
+    return pd.Series(found, dtype=object)  # a count stays a count
 
 
 def _ratio(logs: pd.Series, level: float = LEVEL) -> tuple[float, float, float]:
