@@ -83,10 +83,10 @@ def lossless(machine: str, configuration: str) -> str:
     greedy = tables.greedy_agreement(machine)
     greedy = greedy[greedy.configuration == configuration]
     parts = []
-    tokens = tables.records(machine, "tokens")
-    tokens = tokens[tokens.configuration == configuration]
+    tokens = main_tokens(machine)
     if len(tokens):
-        parts.append(sampled(tokens))
+        other = tokens.configuration.iloc[0]  # the loop is one and the same; sampled text is long and of one pair only
+        parts.append(("" if other == configuration else f"sampled text of `{other}`: ") + sampled(tokens))
     if len(greedy):
         parts.append(
             f"{greedy.identical.sum()} of {greedy.answers.sum()} greedy answers are the target's token by token"
