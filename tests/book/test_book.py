@@ -172,7 +172,8 @@ def test_an_interrupted_step_goes_on_after_the_last_finished_prompt(book, checko
     execute.execute(notebook, tmp_path / "decode.ipynb", settings)
     answers = pd.read_csv(tmp_path / "answers.csv")
     assert answers[answers.prompt == "code-01"].seconds.tolist() == [123.0]
-    assert len(answers[answers.prompt == "summarisation-01"]) == 2 * 3  # temperatures, K with target-only
+    # two temperatures; two K, the target alone twice, and a K that adapts
+    assert len(answers[answers.prompt == "summarisation-01"]) == 2 * 5
     assert not (tmp_path / "decode.partial").exists()
 
 
