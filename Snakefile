@@ -86,6 +86,11 @@ RECORDS = [
 ] + ([f"{here(LOCAL)}/skipped.json"] if MEASURED else [])
 
 
+# What the pages are made from: the records of the machine, and those of the published one that is shown beside it.
+READ = RECORDS + sources(*[f"data/results/{name}/**/*.*" for name in COMMITTED])
+BESIDE = next(iter(PUBLISHED), MACHINE)
+
+
 RUN = "{sys.executable} -m specdec.study.execute {input.notebook} {params.executed} --parameters {params.json:q}"
 
 # Snakemake tells every job to use as many threads as its rule claims. What is measured is what the machine does when it
@@ -111,7 +116,7 @@ def weight_files(wildcards):
 
 
 def analysing(wildcards):
-    return json.dumps({"machine": MACHINE, "published": next(iter(PUBLISHED), MACHINE)})
+    return json.dumps({"machine": MACHINE, "published": BESIDE})
 
 
 def earlier(wildcards):
@@ -179,7 +184,7 @@ for step, files in FILES.items():
 rule analyse:
     input:
         notebook="notebooks/analyse/{chapter}.ipynb",
-        records=RECORDS + sources(*[f"data/results/{name}/**/*.*" for name in COMMITTED]),
+        records=READ,
         paper="data/paper.yml",
         study="data/configurations.yml",
         code=sources("specdec/*.py", "specdec/study/*.py", "specdec/study/*.html"),
@@ -195,13 +200,13 @@ rule analyse:
 
 rule configuration_pages:
     input:
-        records=RECORDS + sources(*[f"data/results/{name}/**/*.*" for name in COMMITTED]),
+        records=READ,
         study="data/configurations.yml",
         code=sources("specdec/*.py", "specdec/study/*.py"),
     output:
         PAGES,
     params:
-        machines=[MACHINE, next(iter(PUBLISHED), MACHINE)],
+        machines=[MACHINE, BESIDE],
     shell:
         "{sys.executable} -m specdec.study.configuration_pages {params.machines}"
 

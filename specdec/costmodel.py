@@ -162,8 +162,7 @@ def break_even_c(tokens: float, k: int, v: float, overhead: float = 0.0) -> floa
     Raises:
         ValueError: tokens not in 1..k + 1, k < 1, or a cost that is negative or not finite.
     """
-    if k < 1 or k != int(k):
-        raise ValueError(f"k must be a whole number >= 1, not {k!r}")
+    _check_length(k)
     if not 1 <= tokens <= k + 1:
         raise ValueError(f"a round of K = {k} gives 1 to {k + 1} tokens, not {tokens!r}")
     return (tokens - _cost(v, "v") - _cost(overhead, "overhead")) / k
@@ -178,14 +177,18 @@ def break_even_acceptance(k: int, c: float, v: float, overhead: float = 0.0) -> 
     Raises:
         ValueError: k < 1, or a cost that is negative or not finite.
     """
-    if k < 1 or k != int(k):
-        raise ValueError(f"k must be a whole number >= 1, not {k!r}")
+    _check_length(k)
     cost = round_cost(k, c, v, overhead)
     if cost > k + 1:
         return float("inf")
     if cost <= 1:
         return 0.0
     return float(brentq(lambda a: closed_form(a, k) - cost, 0, 1))
+
+
+def _check_length(k):
+    if k < 1 or k != int(k):
+        raise ValueError(f"k must be a whole number >= 1, not {k!r}")
 
 
 def _survival(survival):

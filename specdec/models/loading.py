@@ -79,9 +79,13 @@ def _llama_cpp(name, device, weights):
     from specdec.models.llama_cpp_model import LlamaCppModel
 
     path = files.fetch(name)
+    return LlamaCppModel(path, tokenizer(name), str(name), gpu=device != "cpu")
+
+
+def tokenizer(name: str):
+    """The tokenizer of a model of ``data/weights.yml``, without its weights."""
     with files.without_bars():
-        tokenizer = AutoTokenizer.from_pretrained(files.converted(name))
-    return LlamaCppModel(path, tokenizer, str(name), gpu=device != "cpu")
+        return AutoTokenizer.from_pretrained(files.converted(name))
 
 
 def _check(what: str, value: str, offered: tuple[str, ...]) -> None:

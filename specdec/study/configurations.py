@@ -72,6 +72,10 @@ class Configuration(Record):
         """The forms of weights it needs."""
         return {self.format, getattr(self.draft, "format", self.format)}
 
+    def target_key(self) -> tuple[str, str, str, str]:
+        """What two configurations share if and only if they have one and the same target."""
+        return self.target, self.format, self.device, self.dtype
+
     def weights(self) -> list[str]:
         """Names of the weight files it needs, target first."""
         if self.draft.kind == "toy":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from specdec.study.configurations import Configuration
 
 
@@ -16,10 +18,10 @@ def unavailable(configuration: Configuration) -> str | None:
     if configuration.device == "mps" and not torch.backends.mps.is_available():
         return "no Apple GPU (MPS) here"
     missing = {"int8": packing.int8_missing, "gguf": loading.llama_cpp_missing, "dense": lambda device: None}
-    reasons = [missing[form](configuration.device) for form in sorted(configuration.formats())]
+    reasons = (missing[form](configuration.device) for form in sorted(configuration.formats()))
     known = weights.manifest()  # a folder or a repository of the hub is looked for when it is loaded
-    reasons += [weights.missing(name) for name in configuration.weights() if name in known]
-    return next(filter(None, reasons), None)
+    absent = (weights.missing(name) for name in configuration.weights() if name in known)
+    return next(filter(None, itertools.chain(reasons, absent)), None)  # in order: the hub is asked last
 
 
 def build(configuration: Configuration):
@@ -53,12 +55,9 @@ def dense_target(configuration: Configuration):
 
 def tokenizer(configuration: Configuration):
     """The tokenizer of the target, without its weights."""
-    from transformers import AutoTokenizer
+    from specdec.models import loading
 
-    from specdec.models import weights
-
-    with weights.without_bars():
-        return AutoTokenizer.from_pretrained(weights.converted(configuration.target))
+    return loading.tokenizer(configuration.target)
 
 
 def _load(configuration, name, form):

@@ -53,7 +53,7 @@ def ours(chosen: dict[str, Configuration], k: int) -> list[Arm]:
         return lambda ids, tokens: specdec.speculative(target, draft, ids, k, tokens, greedy).tokens
 
     for name, one in chosen.items():
-        key = (one.target, one.format, one.device, one.dtype)
+        key = one.target_key()
         if key not in targets:
             target, alone = targets[key] = pairs.load_target(one), f"{name}, target alone"
             found.append(Arm(alone, library, alone, 0, decoder(target, None, 0)))
