@@ -23,7 +23,18 @@ _HOME = {
     "Round": "specdec.decoding",
     "Decoded": "specdec.decoding",
 }
-_MODULES = ("sampling", "verification", "drafts", "decoding", "models", "latency", "costmodel", "equivalence", "study")
+_MODULES = (
+    "sampling",
+    "verification",
+    "drafts",
+    "decoding",
+    "models",
+    "devices",
+    "latency",
+    "costmodel",
+    "equivalence",
+    "study",
+)
 
 __all__ = ["Sampling", *_HOME, *_MODULES]
 

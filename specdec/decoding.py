@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from specdec import devices
 from specdec.costmodel import AdaptiveK
 from specdec.drafts import _name, _read
 from specdec.latency import timed
@@ -192,6 +193,7 @@ def _decode(target, draft, prompt_ids, k, max_new_tokens, sampling, seed, eos, r
         _read(target, context[:-1])
 
     out.prefill_seconds = timed(prefill, getattr(target, "device", None))[1]
+    device, draft_device = getattr(target, "device", None), getattr(draft, "device", None)
     running = 0.0, 0.0  # draft tokens tested and accepted, weighted by age
     while room > len(out.tokens):
         begin = time.perf_counter()
@@ -199,16 +201,24 @@ def _decode(target, draft, prompt_ids, k, max_new_tokens, sampling, seed, eos, r
         length = adaptive.choose(*running) if adaptive else k
         asked = min(length, room - len(out.tokens) - 1)  # the round adds one token of the target's own
         drafting = getattr(draft, "forward_seconds", 0.0)
+        draft_marks = [devices.mark(draft_device)]
         ids, q = _proposed(draft, context, asked, sampling, generator, target.vocab_size)
-        drafting = getattr(draft, "forward_seconds", 0.0) - drafting
-        drafted = ids.tolist()
-        draft_seconds = time.perf_counter() - begin if asked else 0.0
+        draft_marks.append(devices.mark(draft_device))
 
-        logits, verify_seconds = timed(lambda: target.logits([context[-1], *drafted]), getattr(target, "device", None))  # noqa: B023
+        verify_marks = [devices.mark(device)]
+        last = devices.send(torch.tensor(context[-1:]), ids.device)
+        logits = devices.rows(target, torch.cat([last, ids]))
+        verify_marks.append(devices.mark(device))
         penalised = sampling.repetition_penalty != 1
-        history = [context + drafted[:i] for i in range(len(drafted) + 1)] if penalised else None
+        history = [context + ids[:i].tolist() for i in range(len(ids) + 1)] if penalised else None
         p = sampling.probabilities(logits, history, where=f"target model {_name(target)}", start=start)
-        accepted, following = verify(p, q, ids, generator, rule)
+        q, ids = devices.send(q, p.device), devices.send(ids, p.device)
+        accepted, following = verify(p, q, ids, generator, rule)  # waits for the device, the only wait of a round
+        _check_read(p, q, draft, target, start)
+        drafted = ids.tolist()
+        drafting = getattr(draft, "forward_seconds", 0.0) - drafting
+        verify_seconds = devices.seconds_between(*verify_marks)
+        draft_seconds = devices.seconds_between(*draft_marks) if asked else 0.0
         if adaptive:
             running = adaptive.after(*running, len(drafted), accepted)
 
@@ -252,6 +262,19 @@ def _proposed(draft, context, asked, sampling, generator, vocab_size):
     if q.shape[1] < vocab_size:
         q = torch.nn.functional.pad(q, (0, vocab_size - q.shape[1]))
     return ids, q
+
+
+def _check_read(p, q, draft, target, start):
+    """Laws that a GPU made are looked at when they have been waited for (``Sampling.probabilities``)."""
+    for rows, who in (
+        (p, f"target model {_name(target)}"),
+        (q, f"draft model {_name(getattr(draft, 'model', draft))}"),
+    ):
+        bad = rows[:, 0].isnan().tolist()
+        if any(bad):
+            raise FloatingPointError(
+                f"{who}: the logits at position {start + bad.index(True)} hold NaN, +inf or nothing but -inf"
+            )
 
 
 def _ids(ids, target, what, empty=False) -> list[int]:

@@ -2,8 +2,9 @@
 
 A draft has ``propose(context, k, sampling, generator) -> (ids (k',), q (k', V'))`` with 0 <= k' <= k and V' at most the
 target's V. One function both draws a token and returns the law it was drawn from: q is never computed a second time.
-A draft may also have ``start(context, target)``, called before each answer with the prompt but its last token, and
-``forward_seconds``, the time it has spent in forward passes so far.
+A draft may also have ``start(context, target)``, called before each answer with the prompt but its last token,
+``forward_seconds``, the time it has spent in forward passes so far, and ``device``, where ids and q are and its work is
+timed; on a GPU nothing has to have been waited for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numbers import Integral
 
 import torch
 
-from specdec.latency import timed
+from specdec import devices
 from specdec.models.torch_model import TorchModel
 from specdec.sampling import Sampling, draw
 
@@ -36,9 +37,19 @@ class ModelDraft:
 
     def __init__(self, model):
         self.model = model.twin() if hasattr(model, "twin") else model
-        self.forward_seconds = 0.0
+        self.device = getattr(self.model, "device", None)
+        self._forwards: list[tuple] = []  # marks around passes
+        self._seconds = 0.0
         self._cached: list[int] = []
+        self._fed = torch.empty(0, dtype=torch.long)  # cached too; on a GPU their values are known later
         self._limit = model.vocab_size
+
+    @property
+    def forward_seconds(self) -> float:
+        """Seconds spent in forward passes so far; to be read when the device has been waited for."""
+        self._seconds += sum(devices.seconds_between(*marks) for marks in self._forwards)
+        self._forwards.clear()
+        return self._seconds
 
     def start(self, context: Sequence[int], target) -> None:
         """Forget the last answer, check the pair, read ``context``."""
@@ -52,7 +63,7 @@ class ModelDraft:
         # Ids that only the draft knows are barred before the draw, so q is the law of what is drawn.
         self._limit = min(self.model.vocab_size, target.vocab_size, known)
         self.model.drop_last(self.model.length)
-        self._cached = []
+        self._cached, self._fed = [], self._fed[:0]
         context = self._readable(context)[: self.model.max_context]
         _read(self.model, context)
         self._cached = context
@@ -66,24 +77,27 @@ class ModelDraft:
         k = max(0, min(k, self.model.max_context - len(context) + 1))
         if k == 0:
             return torch.empty(0, dtype=torch.long), torch.empty(0, self._limit)
+        self._cached, self._fed = self._cached + self._fed.tolist(), self._fed[:0]
         shared = _common_prefix(self._cached, readable[:-1])
         self.model.drop_last(len(self._cached) - shared)
         self._cached = self._cached[:shared]
-        pending = readable[shared:]
-        ids = torch.empty(k, dtype=torch.long)
+        block = torch.tensor(readable[shared:])
         for i in range(k):
-            logits, seconds = timed(lambda: self.model.logits(pending)[-1:], getattr(self.model, "device", None))  # noqa: B023
-            self.forward_seconds += seconds
-            self._cached += pending
+            begin = devices.mark(self.device)
+            logits = devices.rows(self.model, block)[-1:]
+            self._forwards.append((begin, devices.mark(self.device)))
+            if i == 0:
+                self._cached, ids = readable, torch.empty(k, dtype=torch.long, device=logits.device)
+            self._fed = ids[:i]
             history = [[*context, *ids[:i].tolist()]] if sampling.repetition_penalty != 1 else None
             [row] = sampling.probabilities(
-                logits[:, : self._limit], history, where=f"draft model {_name(self.model)}", start=len(self._cached)
+                logits[:, : self._limit], history, where=f"draft model {_name(self.model)}", start=len(context) + i
             )
             if i == 0:
                 q = row.new_empty(k, self._limit)
             q[i] = row
             ids[i] = draw(q[i], generator)
-            pending = [int(ids[i])]
+            block = ids[i : i + 1]
         return ids, q
 
     def _readable(self, context):

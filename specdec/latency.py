@@ -9,24 +9,16 @@ from typing import Any
 
 import torch
 
+from specdec import devices
 from specdec.costmodel import Costs
-
-
-def synchronise(device: torch.device | str | None) -> None:
-    """Wait until the device has done all it was asked to; nothing to wait for on a CPU."""
-    kind = torch.device(device).type if device is not None else "cpu"
-    if kind == "cuda":
-        torch.cuda.synchronize(device)
-    elif kind == "mps":
-        torch.mps.synchronize()
 
 
 def timed(call: Callable[[], Any], device: torch.device | str | None = None) -> tuple[Any, float]:
     """The result of ``call()`` and its seconds, with the device idle when either clock is read."""
-    synchronise(device)
+    devices.synchronise(device)
     begin = time.perf_counter()
     result = call()
-    synchronise(device)
+    devices.synchronise(device)
     return result, time.perf_counter() - begin
 
 
@@ -50,10 +42,10 @@ def forward_times(
     for model in models.values():
         model.drop_last(model.length)
         getattr(model, "prefill", model.logits)(context)  # a user's model need not offer prefill
-    block = [context[i % len(context)] for i in range(max(lengths))]
+    block = torch.tensor([context[i % len(context)] for i in range(max(lengths))])
 
     def once(model, n):
-        _, seconds = timed(lambda: model.logits(block[:n]), getattr(model, "device", None))
+        _, seconds = timed(lambda: devices.rows(model, block[:n]), getattr(model, "device", None))
         model.drop_last(n)
         return seconds
 

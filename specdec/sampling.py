@@ -81,10 +81,13 @@ class Sampling:
             (n, V) float32 (float64 for float64 logits); every row sums to 1.
 
         Raises:
-            FloatingPointError: a row has NaN, +inf, or nothing but -inf.
+            FloatingPointError: a row has NaN, +inf, or nothing but -inf. On a GPU nothing is waited for: all of that row
+                is NaN then, and whoever reads it has to look.
             ValueError: logits are not (n, V), or history has not one sequence a row.
         """
         import torch
+
+        from specdec import devices
 
         if logits.ndim != 2:
             raise ValueError(f"logits must be (n, V), not {tuple(logits.shape)}")
@@ -92,11 +95,19 @@ class Sampling:
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if self.repetition_penalty != 1:
             scores = self._penalise(scores, history)
-        _check_finite(scores, where, start)
+        top = scores.amax(-1, keepdim=True)  # NaN and +inf reach the maximum; so does -inf when nothing else is there
+        if not devices.is_gpu(scores.device):
+            _check_finite(top, where, start)
+            return self._law(scores, top)
+        return torch.where(top.isfinite(), self._law(scores, top), math.nan)
+
+    def _law(self, scores, top):
+        import torch
+
         if self.temperature < _GREEDY_BELOW:
             return torch.zeros_like(scores).scatter_(1, scores.argmax(-1, keepdim=True), 1.0)
         temperature = min(self.temperature, torch.finfo(scores.dtype).max)  # -inf over inf would be NaN
-        scores = (scores - scores.amax(-1, keepdim=True)) / temperature
+        scores = (scores - top) / temperature
         if self.top_k or self.top_p < 1:
             scores = self._keep_top(scores)
         probabilities = scores.softmax(-1)
@@ -125,7 +136,8 @@ class Sampling:
         if self.top_k and self.top_k < size:
             kth = scores.topk(self.top_k, dim=-1).values[:, -1:]
             scores = scores.masked_fill(scores < kth, -math.inf)
-            size = int((scores >= kth).sum(-1).max())  # ties with the k-th are kept
+            if self.top_p < 1:
+                size = int((scores >= kth).sum(-1).max())  # ties with the k-th are kept
         if self.top_p < 1:
             values, ids = scores.topk(size, dim=-1)
             tail = values.flip(-1).softmax(-1).cumsum(-1).flip(-1)  # mass of this token and all below it
@@ -135,27 +147,40 @@ class Sampling:
         return scores
 
 
-def _check_finite(logits, where, start):
-    import torch
-
-    top = logits.amax(-1)  # NaN and +inf reach the maximum; so does -inf when nothing else is there
-    if not bool(torch.isfinite(top).all()):
-        row = int((~torch.isfinite(top)).nonzero()[0])
+def _check_finite(top, where, start):
+    if not bool(top.isfinite().all()):
+        row = int((~top.isfinite()).nonzero()[0, 0])
         raise FloatingPointError(
             f"{where}: the logits at position {start + row} hold NaN, +inf or nothing but -inf (largest: {float(top[row])})"
         )
 
 
-def draw(probabilities: torch.Tensor, generator: torch.Generator) -> int:
-    """One id from a (V,) law, by a float64 uniform and the cumulative sum; an id of probability 0 never comes out.
+def draw(probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """One id from a (V,) law, where the law is; an id of probability 0 never comes out. Nothing is waited for.
 
-    float64: with float32 uniforms some tokens of a large vocabulary could never be drawn.
+    By a float64 uniform and the cumulative sum: with float32 uniforms some tokens of a large vocabulary could never be
+    drawn. Where a device has no float64 (MPS), the id whose exponential clock of that rate rings first.
+
+    Args:
+        generator: on the CPU, whatever the device: the only source of randomness.
+
+    Returns:
+        (), on the device of the law.
     """
     import torch
 
+    if probabilities.device.type == "mps":
+        return _first_to_ring(probabilities, generator)
     cumulative = probabilities.to(torch.float64).cumsum(-1)
-    uniform = torch.rand((), dtype=torch.float64, generator=generator)
-    index = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
-    if index == len(cumulative):  # the product was rounded up to the total
-        index = int(probabilities.nonzero()[-1])
-    return index
+    uniform = torch.rand((), dtype=torch.float64, generator=generator).to(cumulative.device, non_blocking=True)
+    index = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True)
+    last = torch.searchsorted(cumulative, cumulative[-1])  # the last id that is possible, if the product is rounded up
+    return torch.minimum(index, last).clamp(max=len(cumulative) - 1)  # NaN, found later, is no index
+
+
+def _first_to_ring(probabilities, generator):
+    import torch
+
+    # Drawn in float64: by float32 uniforms one of 150,000 clocks would ring at 0 in every hundredth draw.
+    waits = torch.empty(probabilities.shape, dtype=torch.float64).exponential_(generator=generator).float()
+    return (waits.to(probabilities.device, non_blocking=True) / probabilities).argmin()

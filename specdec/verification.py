@@ -33,6 +33,8 @@ def acceptance(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor) -> torch
     Raises:
         ValueError: a drafted id has q = 0, so it cannot have been drawn from q.
     """
+    drafted = torch.as_tensor(drafted, dtype=torch.long)
+    _check_drawn(q, drafted)
     return _ratio(p, q, drafted).clamp(max=1)
 
 
@@ -71,6 +73,13 @@ def law(
         ValueError: shapes do not fit, an unknown rule, or a drafted id with q = 0.
     """
     drafted = torch.as_tensor(drafted, dtype=torch.long)
+    found = _law(p, q, drafted, rule)
+    _check_drawn(q, drafted)
+    return found
+
+
+def _law(p, q, drafted, rule):
+    """:func:`law` without a look at the values: on a GPU nothing is waited for."""
     count = len(drafted)
     if p.ndim != 2 or q.shape != (count, p.shape[1]) or len(p) != count + 1:
         raise ValueError(
@@ -78,7 +87,7 @@ def law(
         )
     one = p.new_ones(1)
     if rule == "token":
-        keep = acceptance(p, q, drafted)
+        keep = _ratio(p, q, drafted).clamp(max=1)
         stop = torch.cat([one, keep.cumprod(0)]) * torch.cat([1 - keep, one])
         weight = p.new_ones(count, 1)
     elif rule == "block":
@@ -108,20 +117,26 @@ def verify(
     Returns:
         (accepted, next_token), accepted in 0..K.
     """
-    stop, following = law(p, q, drafted, rule)
+    drafted = torch.as_tensor(drafted, dtype=torch.long)
+    stop, following = _law(p, q, drafted, rule)
     accepted = draw(stop, generator)
-    return accepted, draw(following[accepted], generator)
+    token = draw(following[accepted[None]][0], generator)
+    accepted, token = torch.stack([accepted, token]).tolist()  # where the laws are on a GPU, here it is waited for
+    _check_drawn(q, drafted)
+    return accepted, token
 
 
 def _ratio(p, q, drafted):
     """p_i(x_i) / q_i(x_i), (K,)."""
-    drafted = torch.as_tensor(drafted, dtype=torch.long)
-    rows = torch.arange(len(drafted))
-    drawn_from = q[rows, drafted]
-    if bool((drawn_from <= 0).any()):
-        bad = int((drawn_from <= 0).nonzero()[0])
+    at = torch.arange(len(drafted), device=p.device), drafted
+    # Finite: by the block rule 0 * inf may follow, after a token that p bars.
+    return (p[at] / q[at]).clamp(max=torch.finfo(p.dtype).max)
+
+
+def _check_drawn(q, drafted):
+    impossible = (q.gather(1, drafted[:, None])[:, 0] <= 0).tolist()
+    if any(impossible):
+        bad = impossible.index(True)
         raise ValueError(
             f"draft token {int(drafted[bad])} at position {bad} has q = 0: it cannot have been drawn from q"
         )
-    # Finite: by the block rule 0 * inf may follow, after a token that p bars.
-    return (p[rows, drafted] / drawn_from).clamp(max=torch.finfo(p.dtype).max)

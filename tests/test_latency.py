@@ -8,11 +8,11 @@ import pytest
 import torch
 from kit import GREEDY, Table, random_law, tiny
 
-from specdec import AdaptiveK, ModelDraft, PromptLookup, TorchModel, latency, speculative
+from specdec import AdaptiveK, ModelDraft, PromptLookup, TorchModel, devices, latency, speculative
 
 
 class Asynchronous:
-    """A device that takes work and returns at once, as a GPU does; a thread gets it done."""
+    """A device that takes work and returns at once, as a GPU does; a thread gets it done. A mark is work too."""
 
     def __init__(self):
         self.work = queue.Queue()
@@ -20,20 +20,30 @@ class Asynchronous:
 
     def _run(self):
         while True:
-            time.sleep(self.work.get())
+            self.work.get()()
             self.work.task_done()
 
     def launch(self, seconds):
-        self.work.put(seconds)
+        self.work.put(lambda: time.sleep(seconds))
 
     def synchronise(self, _):
         self.work.join()
+
+    def mark(self, _):
+        reached = []
+        self.work.put(lambda: reached.append(time.perf_counter()))
+        return reached
+
+    def seconds_between(self, begin, end):
+        self.work.join()  # as reading what a GPU has computed waits for it
+        return end[0] - begin[0]
 
 
 @pytest.fixture
 def device(monkeypatch):
     device = Asynchronous()
-    monkeypatch.setattr(latency, "synchronise", device.synchronise)
+    for name in ("synchronise", "mark", "seconds_between"):
+        monkeypatch.setattr(devices, name, getattr(device, name))
     return device
 
 
@@ -79,7 +89,10 @@ def test_a35_rounds_time_each_pass_to_its_end(device):
 
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")])
 def test_a_cpu_has_nothing_to_wait_for(device):
-    assert latency.synchronise(device) is None
+    assert devices.synchronise(device) is None and not devices.is_gpu(device)
+    begin = devices.mark(device)
+    time.sleep(0.01)
+    assert 0.01 <= devices.seconds_between(begin, devices.mark(device)) < 1
 
 
 def test_a35_forward_times_visits_every_cell_in_turn():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec.models import packing
 from specdec.models import weights as files
+from specdec.models.static_model import StaticModel
 from specdec.models.torch_model import TorchModel
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -50,12 +51,20 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=_DTYPES[dtype])
     model.requires_grad_(False)
-    loaded = TorchModel(model.to(place), tokenizer=tokenizer, name=str(name))
+    loaded = _wrapped(model.to(place), tokenizer, str(name))
     if weights == "int8":
         packing.pack(model, packing.Int8Linear)
-    elif place.type == "cpu" and packing.packs(model.dtype):
-        packing.pack(model, packing.PackedLinear)
+    elif place.type == "cpu" and (layer := packing.dense_layer(model.dtype)):
+        packing.pack(model, layer)
     return loaded
+
+
+def _wrapped(model, tokenizer, name):
+    """On an NVIDIA GPU with passes of fixed shape, where the model has them."""
+    if model.device.type == "cuda":
+        with suppress(ValueError):
+            return StaticModel(model, tokenizer, name)
+    return TorchModel(model, tokenizer, name)
 
 
 def llama_cpp_missing(device: str = "cpu") -> str | None:

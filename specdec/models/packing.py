@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 _X86 = platform.machine().lower() in {"x86_64", "amd64"}
+# Rows up to which torch's bfloat16 without instructions for it is faster, and outputs up-cast at a time: they stay in cache.
+_FEW, _PIECE = 8, 512
 # Passes of fewer rows are filled up with zeros: oneDNN's kernels for one and two rows are slower than the one for four.
 _ROWS = 4
 
@@ -38,6 +40,31 @@ class PackedLinear(nn.Module):
         filled = nn.functional.pad(rows, (0, 0, 0, _ROWS - len(rows))) if len(rows) < _ROWS else rows
         out = torch.ops.mkldnn._linear_pointwise(filled, self.packed, self.bias, "none", [], "")
         return out[: len(rows)].reshape(*x.shape[:-1], self.out_features)
+
+
+class UpcastLinear(nn.Module):
+    """A linear layer whose bfloat16 weights become float32, piece by piece, for passes of many rows.
+
+    Without bfloat16 instructions torch takes row after row, each at the price of reading all weights: good for one row,
+    minutes for a prompt.
+
+    Args:
+        linear: the layer to take over, in bfloat16 on the CPU.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias  # the very ones: a head may share them with the embedding
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) -> (..., out_features); a row of the result depends on its own row only."""
+        if x.numel() <= _FEW * self.in_features:
+            return nn.functional.linear(x, self.weight, self.bias)
+        rows = x.reshape(-1, self.in_features).float()
+        out = torch.cat([rows @ piece.float().t() for piece in self.weight.split(_PIECE)], dim=1)
+        out = out if self.bias is None else out.add_(self.bias)
+        return out.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
 
 
 class Int8Linear(nn.Module):
@@ -86,11 +113,12 @@ def pack(model: nn.Module, kind: type[nn.Module]) -> None:
                 setattr(parent, name, kind(child))
 
 
-def packs(dtype: torch.dtype) -> bool:
-    """Whether dense weights of ``dtype`` are packed on this machine: only where that was seen to be faster."""
-    if not (_X86 and torch.backends.mkldnn.is_available()):
-        return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def dense_layer(dtype: torch.dtype) -> type[nn.Module] | None:
+    """The linear layer for dense weights of ``dtype`` on this CPU; None for torch's own. Others only where seen to be faster."""
+    if not (_X86 and torch.backends.mkldnn.is_available()) or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    fast = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return PackedLinear if fast else UpcastLinear
 
 
 def int8_missing(device: str = "cpu") -> str | None:

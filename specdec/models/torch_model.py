@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from specdec import devices
+
 # Layers whose cache is keys and values by position. Others (convolutions, linear attention) keep a running state.
 _ROLLS_BACK = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -65,10 +67,13 @@ class TorchModel:
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """Append n ids to the cache; (n, V) float32 on the CPU, row i predicts what follows ids[i].
 
-        Row i depends on the cache and on ids[:i + 1] only. Copying to the CPU waits for the device, so a clock read
-        after this call has seen all the work; float64 sums on the rows are then possible whatever the device.
+        Row i depends on the cache and on ids[:i + 1] only.
         """
-        return self._forward(ids, rows=len(ids)).float().cpu()
+        return self.rows(ids).cpu()
+
+    def rows(self, ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """What :meth:`logits` gives, left on the model's device and not waited for; used up before the next call."""
+        return self._forward(ids, rows=len(ids)).float()
 
     def prefill(self, ids: Sequence[int]) -> None:
         """Append ids to the cache without computing their logits."""
@@ -97,9 +102,8 @@ class TorchModel:
     @torch.inference_mode()
     def _forward(self, ids, rows):
         start = self.length
-        if start + len(ids) > self.max_context:
-            raise ValueError(f"{self.name}: {start} + {len(ids)} ids do not fit its context of {self.max_context}")
-        input_ids = torch.tensor([list(ids)], dtype=torch.long, device=self.device)
+        self._check_room(len(ids))
+        input_ids = devices.send(torch.as_tensor(ids, dtype=torch.long), self.device)[None]
         # No sliding layers in the cache: it keeps every position, the mask still hides those outside the window,
         # and so rolling back is exact there too. Positions are given, since a rolled-back cache is the point here.
         positions = torch.arange(start, start + len(ids), device=self.device)[None]
@@ -109,6 +113,10 @@ class TorchModel:
         if self.length != start + len(ids):
             raise ValueError(f"{self.name} does not use the cache it is given")
         return output.logits[0]
+
+    def _check_room(self, n):
+        if self.length + n > self.max_context:
+            raise ValueError(f"{self.name}: {self.length} + {n} ids do not fit its context of {self.max_context}")
 
 
 def _is_causal(decoder) -> bool:

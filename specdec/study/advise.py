@@ -48,8 +48,6 @@ class Forecast:
 def candidates(target: str | None, draft: str | None) -> dict[str, Configuration]:
     """The configurations to look at, by name: the study's on this machine's best device, or a pair of the user's own.
 
-    All have one and the same target.
-
     Raises:
         ValueError: a draft without a target.
     """
@@ -160,6 +158,7 @@ def advice(found: list[Forecast]) -> str:
         )
     note = (
         f"Greedy, {sum(PROMPTS.values())} prompts of {TOKENS} tokens, one of each domain: a forecast. Intervals ({LEVEL:.0%}) are over rounds, not prompts. "
+        "Tokens of targets in other forms are those of other models: the chapter on equivalence says how far they are. "
         "`make study` measures the speedup itself."
     )
     return "\n".join([*lines, "", verdict, note])
@@ -175,10 +174,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         chosen = candidates(options.target, options.draft)
-        # The candidates share one target, which is measured once.
-        print(f"advise: the target alone, then {len(chosen)} drafts", file=sys.stderr, flush=True)
-        target, found = alone(next(iter(chosen.values()))), []
-        for i, (name, configuration) in enumerate(chosen.items(), start=1):
+        found, measured = [], None
+        # Candidates of one target follow each other: it is loaded and measured once.
+        in_turn = sorted(chosen.items(), key=lambda item: item[1].target_key())
+        for i, (name, configuration) in enumerate(in_turn, start=1):
+            if configuration.target_key() != measured:
+                print(f"advise: the target of {name} alone", file=sys.stderr, flush=True)
+                target, measured = None, configuration.target_key()  # the last one's memory is free first
+                target = alone(configuration)
             print(f"advise: {name}, {i} of {len(chosen)}", file=sys.stderr, flush=True)
             found.append(forecast(name, configuration, target))
     except (ValueError, OSError, RuntimeError) as error:

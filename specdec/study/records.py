@@ -24,10 +24,22 @@ _PACKAGES = ("specdec", "torch", "transformers", "numpy", "scipy", "pandas", "pa
 
 
 def machine_name() -> str:
-    """A short name of this machine: CPU, cores, memory in GiB. For example ``amd-epyc-2c-24g``."""
+    """A short name of this machine: CPU, its widest vectors, cores, memory in GiB. For example ``amd-epyc-avx2-2c-24g``.
+
+    Rented machines call processors of several generations by one name; the vectors tell apart those that matter here.
+    """
     cpu = re.sub(r"\((r|tm)\)|\bcpu\b|\bprocessor\b|@.*|\d+-core", " ", _cpu_model().lower())
     words = re.findall(r"[a-z0-9]+", cpu)[:4]
-    return "-".join([*words, f"{os.cpu_count()}c", f"{round(psutil.virtual_memory().total / 2**30)}g"])
+    return "-".join(
+        [*words, *filter(None, [vectors()]), f"{os.cpu_count()}c", f"{round(psutil.virtual_memory().total / 2**30)}g"]
+    )
+
+
+def vectors() -> str | None:
+    """The widest vector instructions of an x86 processor on Linux: "amx", "avx512" or "avx2"; None elsewhere."""
+    info = Path("/proc/cpuinfo")
+    flags = re.search(r"^flags\s*:(.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return next((name for name in ("amx", "avx512", "avx2") if flags and f" {name}" in flags[1]), None)
 
 
 def folder(profile: str) -> Path:
@@ -127,10 +139,11 @@ def origin() -> dict:
 
 
 def machine() -> dict:
-    """What this machine is: CPU, cores, threads, memory, system, load."""
+    """What this machine is: CPU, its vectors, cores, threads, memory, system, load."""
     facts = {
         "name": machine_name(),
         "cpu": _cpu_model(),
+        "vectors": vectors(),
         "cores": os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",

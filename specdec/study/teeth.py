@@ -99,8 +99,8 @@ FAULTS = (
         "5 % lenience",
         "exact law",
         "verification",
-        "return _ratio(p, q, drafted).clamp(max=1)",
-        "return (1.05 * _ratio(p, q, drafted)).clamp(max=1)",
+        "keep = _ratio(p, q, drafted).clamp(max=1)",
+        "keep = (1.05 * _ratio(p, q, drafted)).clamp(max=1)",
     ),
     Fault(
         "block rule: residual without its weight",
@@ -127,14 +127,14 @@ FAULTS = (
         "greedy",
         "verification",
         _ACCEPTED,
-        "accepted = len(drafted)",
+        "accepted = torch.tensor(len(drafted))",
     ),
     Fault(
         "bonus row whatever was kept",
         "greedy",
         "verification",
-        "draw(following[accepted], generator)",
-        "draw(following[-1], generator)",
+        "following[accepted[None]]",
+        "following[-1:]",
     ),
     Fault(
         "one uniform for both draws",

@@ -41,7 +41,7 @@ def test_the_studys_own_configurations_by_default(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     names = set(advise.candidates(None, None))
     declared = configurations.study().configurations
-    assert len({(declared[n].target, declared[n].format, declared[n].dtype) for n in names}) == 1  # measured once
+    assert {declared[n].target for n in names} == {"qwen2.5-coder-1.5b"}
     assert {"cpu-bf16", "prompt-lookup"} <= names <= set(configurations.study().profiles["quick"])
     assert "cpu-fp32" not in names and "cuda-bf16" not in names
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
@@ -81,6 +81,24 @@ def test_a_forecast_is_the_cost_model_on_what_was_measured(smollm2, short, monke
     assert one.low <= one.speedup <= one.high or one.k == 0
     assert one.tokens_per_second == pytest.approx(one.speedup * one.alone)
     assert one.speedup == 1 if one.k == 0 else one.speedup > 1
+
+
+def test_a_target_is_measured_once(monkeypatch, capsys):
+    declared, targets = configurations.study().configurations, []
+    chosen = {name: declared[name] for name in ("cpu-bf16", "gguf-int8", "prompt-lookup", "int8-both")}
+    monkeypatch.setattr(advise, "candidates", lambda target, draft: chosen)
+    monkeypatch.setattr(
+        advise, "alone", lambda configuration: targets.append(configuration.format) or configuration.format
+    )
+    monkeypatch.setattr(
+        advise,
+        "forecast",
+        lambda name, configuration, target: found(name, low=float(target == configuration.format) * 2),
+    )
+    assert advise.main([]) == 0
+    assert sorted(targets) == ["dense", "int8"]
+    out = capsys.readouterr()
+    assert "pays here" in out.out and out.err.count("4 of 4") == 1
 
 
 def test_no_draft_is_a_speedup_of_one():

@@ -1,6 +1,7 @@
 import json
 
 import pandas as pd
+import pytest
 
 from specdec.study import records
 
@@ -8,6 +9,26 @@ from specdec.study import records
 def test_machine_name_is_short_and_plain():
     name = records.machine_name()
     assert name == name.lower() and " " not in name and name.endswith("g") and len(name) < 50
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("fpu sse2 avx avx2 fma", "avx2"),
+        ("fpu avx2 avx512f avx512_bf16", "avx512"),
+        ("fpu avx2 avx512f amx_tile", "amx"),
+        ("fpu sse2", None),
+    ],
+)
+def test_processors_of_one_name_are_told_apart(monkeypatch, flags, name):
+    text = f"model name\t: AMD EPYC\nflags\t\t: {flags}\nbugs\t\t: none\n"
+    monkeypatch.setattr(records.Path, "exists", lambda path: True)
+    monkeypatch.setattr(records.Path, "read_text", lambda path: text)
+    monkeypatch.setattr(records.platform, "system", lambda: "Linux")
+    assert records.vectors() == name
+    assert records.machine_name().startswith("amd-epyc-" + (f"{name}-" if name else ""))
+    monkeypatch.setattr(records.Path, "exists", lambda path: False)
+    assert records.vectors() is None
 
 
 def test_a_journal_goes_on_where_it_stopped(tmp_path):
