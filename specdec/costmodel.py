@@ -132,17 +132,19 @@ class AdaptiveK:
     k_max: int
 
     # Each round weighs that much less than the one after it: text changes, and where nothing was drafted for a while
-    # the estimate goes back to its first value, so that drafting is tried again.
+    # the estimate goes back to ``unknown``, so that drafting is tried again.
     memory: ClassVar[float] = 0.9
-    # Before anything is known: two tested tokens of which three in four were kept.
-    first: ClassVar[tuple[float, float]] = (2.0, 1.5)
+    # (tested, accepted) draft tokens. An answer starts as if six had been tested: a draft that is too short loses more where
+    # drafts are good than one that is too long loses where they are not, so the first guess is good and yields slowly.
+    start: ClassVar[tuple[float, float]] = (6.0, 4.8)
+    unknown: ClassVar[tuple[float, float]] = (0.5, 0.4)
 
     def __post_init__(self):
         if not isinstance(self.costs, Costs):
             raise TypeError(f"costs must be specdec.costmodel.Costs, not {self.costs!r}")
         if isinstance(self.k_max, bool) or not isinstance(self.k_max, Integral) or self.k_max < 1:
             raise ValueError(f"k_max must be an int >= 1, not {self.k_max!r}")
-        self.choose(0.0, 0.0)
+        self.choose(*self.start)
 
     def after(self, tested: float, accepted: float, drafted: int, kept: int) -> tuple[float, float]:
         """The running (tested, accepted) after one more round, which kept ``kept`` of its ``drafted`` tokens."""
@@ -150,7 +152,7 @@ class AdaptiveK:
 
     def choose(self, tested: float, accepted: float) -> int:
         """K for the next round, 0..k_max, after so many tested and accepted draft tokens (weighted by age)."""
-        rate = (accepted + self.first[1]) / (tested + self.first[0])
+        rate = (accepted + self.unknown[1]) / (tested + self.unknown[0])
         return best_k(rate ** np.arange(1, self.k_max + 1), self.costs.c, self.costs.v, self.costs.overhead)[0]
 
 

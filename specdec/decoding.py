@@ -194,7 +194,7 @@ def _decode(target, draft, prompt_ids, k, max_new_tokens, sampling, seed, eos, r
 
     out.prefill_seconds = timed(prefill, getattr(target, "device", None))[1]
     device, draft_device = getattr(target, "device", None), getattr(draft, "device", None)
-    running = 0.0, 0.0  # draft tokens tested and accepted, weighted by age
+    running = AdaptiveK.start  # draft tokens tested and accepted, weighted by age
     while room > len(out.tokens):
         begin = time.perf_counter()
         start = len(context)
