@@ -73,16 +73,17 @@ def captured(run: Callable[[], torch.Tensor], device: torch.device, what: str) -
     """
     if _kind(device) != "cuda":
         return run
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):  # warm up apart: libraries set aside their memory in the first calls
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
-            result = run()
+        with torch.cuda.device(device):
+            here, apart = torch.cuda.current_stream(), torch.cuda.Stream()
+            apart.wait_stream(here)
+            with torch.cuda.stream(apart):  # warm up apart: libraries set aside their memory in the first calls
+                for _ in range(2):
+                    run()
+            here.wait_stream(apart)
+            with torch.cuda.graph(graph):
+                result = run()
     except RuntimeError as error:
         warnings.warn(
             f"{what} cannot be recorded as a CUDA graph, each of its kernels is launched: {error}", stacklevel=2

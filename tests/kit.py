@@ -175,7 +175,7 @@ def every_outcome(monkeypatch, call):
         ids = law.nonzero()[:, 0].tolist()
         at = script[len(taken)] if len(taken) < len(script) else 0
         taken.append((at, len(ids), float(law[ids[at]])))
-        return ids[at]
+        return torch.tensor(ids[at])
 
     for module in (drafts, verification):
         monkeypatch.setattr(module, "draw", draw)

@@ -246,10 +246,10 @@ def test_a31_draws_are_finer_than_float32():
 def test_a_draw_reads_only_its_own_generator():
     states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     law = torch.full((100,), 0.01)
-    first = [draw(law, generator) for generator in [torch.Generator().manual_seed(3)] for _ in range(50)]
+    first = [int(draw(law, generator)) for generator in [torch.Generator().manual_seed(3)] for _ in range(50)]
     torch.manual_seed(99)
     torch.set_rng_state(states[0])
-    again = [draw(law, generator) for generator in [torch.Generator().manual_seed(3)] for _ in range(50)]
+    again = [int(draw(law, generator)) for generator in [torch.Generator().manual_seed(3)] for _ in range(50)]
     assert first == again and len(set(first)) > 20
     assert torch.equal(torch.get_rng_state(), states[0])
     assert np.random.get_state()[1].tolist() == states[1] and random.getstate() == states[2]

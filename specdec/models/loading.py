@@ -30,6 +30,9 @@ def load(
         dtype: "bfloat16", "float16" or "float32"; the manifest's weights are bfloat16, float32 is them up-cast.
         weights: "dense", or "int8": 8-bit weights and activations (``specdec.models.packing``), on a CPU only.
 
+    On an NVIDIA GPU the model is a :class:`~specdec.models.static_model.StaticModel` where it can be one: faster, and with
+    room for 4,096 ids; ``specdec.TorchModel`` takes a model that needs more.
+
     With llama.cpp, ``weights`` are the file's own, ``dtype`` says nothing, and ``device`` is the CPU or what the library
     was built for; "auto" takes the latter where there is one.
 

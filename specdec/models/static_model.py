@@ -16,13 +16,13 @@ _FIXED_ROPE = {"default", "linear", "llama3", "yarn"}
 
 
 class StaticModel(TorchModel):
-    """As :class:`TorchModel`, with a cache of fixed size, in which a pass can be captured and replayed.
+    """As :class:`~specdec.models.torch_model.TorchModel`, with a cache of fixed size, in which a pass can be captured and replayed.
 
     The cache is written at a place that is itself a tensor, and rolled back by moving that place. A pass attends to the
     whole cache behind a mask, so that its shape never changes.
 
     Args:
-        model, tokenizer, name: as for :class:`TorchModel`.
+        model, tokenizer, name: as for :class:`~specdec.models.torch_model.TorchModel`.
         max_context: positions to set aside, at most those that the model was made for.
 
     Raises:

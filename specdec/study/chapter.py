@@ -98,6 +98,11 @@ def sampling(temperature: float) -> str:
     return "greedy" if temperature == 0 else f"T = {temperature:g}"
 
 
+def outcome(row) -> str:
+    """The word for a speedup with its interval (``low``, ``high``)."""
+    return "wins" if row.low > 1 else "loses" if row.high < 1 else "neither wins nor loses clearly"
+
+
 def length(k: int) -> str:
     """The words for a draft length in records."""
     words = {configurations.ADAPTIVE: "adaptive", configurations.CONTROL: "control"}

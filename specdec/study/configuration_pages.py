@@ -114,16 +114,11 @@ class _Account:
         ]
 
 
-def verdict(row) -> str:
-    """The word for a speedup with its interval."""
-    return "wins" if row.low > 1 else "loses" if row.high < 1 else "neither wins nor loses clearly"
-
-
 def summary(best) -> str:
     """The best K of a configuration in a sentence or three."""
     parts = {"drafting": best.k * best.c, "the pass over the block": best.v, "all else": best.overhead}
     return (
-        f"At its best $K$ = {best.k} it {verdict(best)}: {claims.times(best)} times as fast as its target alone, greedy, over all domains, "
+        f"At its best $K$ = {best.k} it {chapter.outcome(best)}: {claims.times(best)} times as fast as its target alone, greedy, over all domains, "
         f"{claims.prompts_note(best)}. A round gives {best.tau:.2f} tokens and costs {best.cost:.2f} target passes: "
         + ", ".join(f"{value:.2f} for {part}" for part, value in parts.items())
         + f". It writes {best.tokens_per_second:.1f} tokens a second, its target alone {best.baseline_tokens_per_second:.1f}."

@@ -75,8 +75,8 @@ FAULTS = (
         "u fixed at 0: every draft token accepted",
         "exact law",
         "verification",
-        "_ratio(p, q, drafted).clamp(max=1)",
-        "torch.ones_like(p[:-1, 0])",
+        "keep = _ratio(p, q, drafted).clamp(max=1)",
+        "keep = torch.ones_like(p[:-1, 0])",
     ),
     Fault(
         "accepted counted past the first rejection",
