@@ -192,8 +192,8 @@ def _decode(target, draft, prompt_ids, k, max_new_tokens, sampling, seed, eos, r
         target.drop_last(target.length)
         _read(target, context[:-1])
 
-    out.prefill_seconds = timed(prefill, getattr(target, "device", None))[1]
     device, draft_device = getattr(target, "device", None), getattr(draft, "device", None)
+    out.prefill_seconds = timed(prefill, device)[1]
     running = AdaptiveK.start  # draft tokens tested and accepted, weighted by age
     while room > len(out.tokens):
         begin = time.perf_counter()

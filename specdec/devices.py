@@ -1,8 +1,8 @@
 """All that differs between devices: when work is done, how it is timed, how it is launched.
 
 A CPU has done what it was asked when a call comes back. A GPU is only told to: a round of speculative decoding hands it
-all passes, laws and draws one after the other and waits once, for the tokens. On this machine only the CPU's half of
-each function has run; the tests put a stand-in for the GPU behind the other half.
+all passes, laws and draws one after the other and waits once, for the tokens. Not run on a GPU yet: so far only the
+CPU's half of each function has run, and the tests put a stand-in for the GPU behind the other half.
 """
 
 from __future__ import annotations

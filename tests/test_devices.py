@@ -90,9 +90,8 @@ def test_a_round_waits_once_after_its_last_pass(gpu, kind, options):
     _, out = G(target, draft, PROMPT, 3, 24, **options)
     runs = [(what, len(list(same))) for what, same in itertools.groupby(gpu)]
     passes = [count for what, count in runs if what == "pass"]
-    prompt = (
-        [2] if len(passes) == len(out.rounds) + 1 else []
-    )  # that of draft and target, if something is read after it
+    # The prompt, read by draft and target, if a value is read after it.
+    prompt = [2] if len(passes) == len(out.rounds) + 1 else []
     assert passes[len(prompt) :] == [r.drafted + 1 + (0 if prompt else 2 * (i == 0)) for i, r in enumerate(out.rounds)]
 
 

@@ -39,11 +39,8 @@ class StaticModel(TorchModel):
             raise ValueError(
                 f"{self.name} has no passes of fixed shape: {', '.join(sorted(windows)) or f'rope {rope}'}"
             )
-        self._empty(config.num_hidden_layers)
-
-    def _empty(self, layers):
         self._length, self._passes = 0, {}
-        self._cache = Cache(layers=[StaticLayer(self.max_context) for _ in range(layers)])
+        self._cache = Cache(layers=[StaticLayer(self.max_context) for _ in range(config.num_hidden_layers)])
         self._start = torch.zeros((), dtype=torch.long, device=self.device)
         self._places = torch.arange(self.max_context, device=self.device)
 
@@ -59,10 +56,9 @@ class StaticModel(TorchModel):
         Raises:
             ValueError: n is negative or more than the cache holds.
         """
-        if not 0 <= n <= self.length:
-            raise ValueError(f"cannot drop {n} ids from a cache that holds {self.length}")
+        self._check_drop(n)
         self._length -= n
-        if self._length == 0:
+        if n and self._length == 0:
             self._cache.reset()  # what lies behind the mask counts for nothing unless it is NaN
 
     def twin(self) -> StaticModel:
@@ -79,16 +75,17 @@ class StaticModel(TorchModel):
             logits = self._run(ids, rows)
         else:
             if n not in self._passes:
-                here = ids.clone()
-                self._passes[n] = (
-                    here,
-                    devices.captured(lambda: self._run(here, n), self.device, f"{self.name}: a pass of {n} tokens"),
-                )
+                self._passes[n] = self._prepared(ids.clone())
             here, replay = self._passes[n]
             here.copy_(ids)
             logits = replay()[-rows:]
         self._length += n
         return logits
+
+    def _prepared(self, here):
+        """A place for ids, and the pass that reads them there."""
+        n = here.shape[1]
+        return here, devices.captured(lambda: self._run(here, n), self.device, f"{self.name}: a pass of {n} tokens")
 
     def _run(self, ids, rows):
         """One pass, all of it on the device: nothing here may depend on a value that only the device knows."""

@@ -86,8 +86,7 @@ class TorchModel:
         Raises:
             ValueError: n is negative or more than the cache holds.
         """
-        if not 0 <= n <= self.length:
-            raise ValueError(f"cannot drop {n} ids from a cache that holds {self.length}")
+        self._check_drop(n)
         if n == self.length:
             self._cache = DynamicCache()
         elif n:
@@ -113,6 +112,10 @@ class TorchModel:
         if self.length != start + len(ids):
             raise ValueError(f"{self.name} does not use the cache it is given")
         return output.logits[0]
+
+    def _check_drop(self, n):
+        if not 0 <= n <= self.length:
+            raise ValueError(f"cannot drop {n} ids from a cache that holds {self.length}")
 
     def _check_room(self, n):
         if self.length + n > self.max_context:

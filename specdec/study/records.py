@@ -37,9 +37,8 @@ def machine_name() -> str:
 
 def vectors() -> str | None:
     """The widest vector instructions of an x86 processor on Linux: "amx", "avx512" or "avx2"; None elsewhere."""
-    info = Path("/proc/cpuinfo")
-    flags = re.search(r"^flags\s*:(.*)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    return next((name for name in ("amx", "avx512", "avx2") if flags and f" {name}" in flags[1]), None)
+    flags = (_cpuinfo("flags") or "").split()
+    return next((name for name in ("amx", "avx512", "avx2") if any(flag.startswith(name) for flag in flags)), None)
 
 
 def folder(profile: str) -> Path:
@@ -180,12 +179,14 @@ def _cpu_model() -> str:
     if platform.system() == "Darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _cpuinfo(field) -> str | None:
+    """What Linux says of the first processor."""
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        match = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
-        if match:
-            return match[1].strip()
-    return platform.processor() or platform.machine()
+    found = re.search(rf"^{field}\s*:\s*(.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return found and found[1].strip()
 
 
 def _version(package: str) -> str | None:
