@@ -25,7 +25,7 @@ if not MEASURED and not (records.RESULTS / MACHINE).is_dir():
     sys.exit(f"no records of a machine {MACHINE!r} in data/results; there are: {there}")
 
 # Records that are there before anything runs; what is measured now is an output of its own rules.
-COMMITTED = sorted({MACHINE, *PUBLISHED[:1]} - ({LOCAL.name} if MEASURED else set()))
+COMMITTED = sorted({MACHINE, *PUBLISHED} - ({LOCAL.name} if MEASURED else set()))
 
 FILES = {
     "latency": ["latency.csv", "bandwidth.csv"],
@@ -44,7 +44,8 @@ OWN = {
     "peers": ["specdec/study/peers.py"],
     "teeth": ["specdec/study/teeth.py", "specdec/study/toys.py", "specdec/study/rows.py"],
 }
-CHAPTERS = ["verification-cost", "acceptance", "speedup", "cost-model", "peers", "explore", "equivalence", "overview"]
+CHAPTERS = ["verification-cost", "acceptance", "speedup", "cost-model", "machines", "peers", "explore"]
+CHAPTERS += ["equivalence", "overview"]
 EXECUTED = expand("book/notebooks/{chapter}.ipynb", chapter=CHAPTERS)
 PAGES = expand("book/configurations/{name}.md", name=configurations.with_page())
 
@@ -86,7 +87,7 @@ RECORDS = [
 ] + ([f"{here(LOCAL)}/skipped.json"] if MEASURED else [])
 
 
-# What the pages are made from: the records of the machine, and those of the published one that is shown beside it.
+# What the pages are made from: the records of the machine, and those of the published ones that it is compared with.
 READ = RECORDS + sources(*[f"data/results/{name}/**/*.*" for name in COMMITTED])
 BESIDE = next(iter(PUBLISHED), MACHINE)
 
@@ -206,7 +207,7 @@ rule configuration_pages:
     output:
         PAGES,
     params:
-        machines=[MACHINE, BESIDE],
+        machines=[MACHINE, *PUBLISHED],
     shell:
         "{sys.executable} -m specdec.study.configuration_pages {params.machines}"
 

@@ -67,11 +67,11 @@ def measure_costs(target, draft, context: Sequence[int], k_max: int, repeats: in
     pass.
 
     Args:
-        target: a model; draft: as for ``specdec.speculative``; without a model of its own it costs nothing.
+        target: a model; draft: as for ``specdec.speculative``; None, or one without a model of its own, costs nothing.
         context: ids put in the cache before a pass is timed.
     """
     models = {"target": target} | ({"draft": draft.model} if hasattr(draft, "model") else {})
-    lengths = sorted({n for n in (1, 2, 3, 5, 7) if n <= k_max} | {1, k_max + 1})
+    lengths = sorted({n for n in (1, 2, 3, 4, 5, 7) if n <= k_max} | {1, k_max + 1})
     seconds = {}
     for row in forward_times(models, lengths, context, repeats):
         seconds.setdefault((row["model"], row["n"]), []).append(row["seconds"])

@@ -11,15 +11,13 @@ import sys
 from dataclasses import dataclass
 
 import numpy as np
-import pandas as pd
 
 from specdec import costmodel
 from specdec.study import configurations, pairs
 from specdec.study.configurations import Configuration, LookupSource, ModelSource
 
-LENGTHS = (1, 2, 3, 4, 5, 7, 9)
 REPEATS = 5
-K_MAX = max(LENGTHS) - 1
+K_MAX = 8
 TOKENS = 40  # of every answer
 PROMPTS = {domain: 1 for domain in configurations.DOMAINS}
 RESAMPLES = 200
@@ -75,11 +73,11 @@ def candidates(target: str | None, draft: str | None) -> dict[str, Configuration
 
 @dataclass(frozen=True)
 class Alone:
-    """A target by itself: v(n), and the seconds of one target-only round."""
+    """A target by itself: v by n, and the seconds of one target-only round."""
 
     model: object
     work: list[list[int]]
-    v: pd.Series
+    v: dict[int, float]
     seconds: float
 
 
@@ -89,10 +87,9 @@ def alone(configuration: Configuration) -> Alone:
 
     target = pairs.load_target(configuration)
     work = [pairs.prompt_ids(target.tokenizer, prompt.text) for _, prompt in configurations.prompts(PROMPTS)]
-    passes = pd.DataFrame(latency.forward_times({"target": target}, LENGTHS, work[0], REPEATS))
-    times = passes.pivot(index="repeat", columns="n", values="seconds")
+    costs = latency.measure_costs(target, None, work[0], K_MAX, REPEATS)
     rounds = _answers(target, None, 0, work)
-    return Alone(target, work, times.div(times[1], axis=0).median(), float(np.median([r.seconds for r in rounds])))
+    return Alone(target, work, costs.v, float(np.median([r.seconds for r in rounds])))
 
 
 def _answers(target, draft, k, work):
@@ -107,15 +104,15 @@ def _answers(target, draft, k, work):
 def forecast(name: str, configuration: Configuration, target: Alone) -> Forecast:
     """Measure what ``configuration`` adds to its target: a short answer to each prompt with drafts."""
     draft = pairs.load_draft(configuration, target.model)
-    rounds, v = _answers(target.model, draft, K_MAX, target.work), target.v
+    rounds, v = _answers(target.model, draft, K_MAX, target.work), (list(target.v), list(target.v.values()))
     whole = [r for r in rounds if r.asked == K_MAX and not r.ended]
     drafted = np.array([r.drafted for r in whole])
     # One target pass, from the verifying passes of the same rounds: a machine that has slowed down slows both.
-    single = np.median(np.array([r.verify_seconds for r in whole]) / np.interp(drafted + 1, v.index, v))
+    single = np.median(np.array([r.verify_seconds for r in whole]) / np.interp(drafted + 1, *v))
     cost = costmodel.Costs(
         c=np.median([r.draft_seconds for r in whole]) / K_MAX / single,
         # prompt lookup may draft fewer than K
-        v={k + 1: float(np.interp(np.minimum(drafted, k) + 1, v.index, v).mean()) for k in range(1, K_MAX + 1)},
+        v={k + 1: float(np.interp(np.minimum(drafted, k) + 1, *v).mean()) for k in range(1, K_MAX + 1)},
         overhead=np.median([r.seconds - r.draft_seconds - r.verify_seconds for r in whole]) / single,
     )
     accepted = np.array([r.accepted for r in whole])

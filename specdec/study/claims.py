@@ -232,15 +232,8 @@ def _greedy_agreement(machine, values):
     )
 
 
-def _best_of_each(machine):
-    """The best K of every configuration over all domains, greedy."""
-    table = tables.speedups(machine)
-    table = table[(table.domain == "all") & (table.temperature == table.temperature.min())]
-    return table.loc[table.groupby("configuration").speedup.idxmax()]
-
-
 def _some_decelerate(machine, values):
-    rows = _best_of_each(machine)
+    rows = tables.best_of_each(machine)
     slower = rows[rows.speedup < 1]
     found = f"{len(slower)} of {len(rows)} at their best K: " + ", ".join(
         f"`{row.configuration}` {times(row)}" for row in rows.itertuples()
@@ -250,7 +243,7 @@ def _some_decelerate(machine, values):
 
 def _mechanism(machine, values):
     """Does a round cost less in the configurations that gain than in those that lose, by c and v alone?"""
-    rows = _best_of_each(machine).set_index("configuration")
+    rows = tables.best_of_each(machine).set_index("configuration")
     v = tables.forward_costs(machine).query("model == 'target' and n == 5").set_index("configuration").v
     c = tables.latency_ratios(machine).set_index("configuration")["median"]
     names = [name for name in rows.index if name in c.index and name in v.index]

@@ -1,6 +1,6 @@
 """A page for every configuration: what it is, how to run it, and why it wins or loses, K by K.
 
-``python -m specdec.study.configuration_pages MACHINE PUBLISHED``; written before a build, from records.
+``python -m specdec.study.configuration_pages MACHINE PUBLISHED...``; written before a build, from records.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ FOLDER = ROOT / "book" / "configurations"
 _FORMS = {"int8": "8 bits", "gguf": "4 bits (Q4_K_M), in llama.cpp"}
 
 
-def write(machine: str, published: str) -> None:
-    """Write ``<name>.md`` of every configuration; what ``machine`` did not measure is shown as ``published`` has it."""
-    accounts = {whose: _Account(whose) for whose in dict.fromkeys((machine, published))}
+def write(machine: str, *published: str) -> None:
+    """Write ``<name>.md`` of every configuration; what ``machine`` did not measure is shown as the first published one has it."""
+    accounts = {whose: _Account(whose) for whose in dict.fromkeys((machine, *published))}
     for name in configurations.with_page():
         one = configurations.study().configurations[name]
         pieces = [f"# {name}", f"*{one.title}.*", *description(name, one)]
@@ -30,7 +30,9 @@ def write(machine: str, published: str) -> None:
             reason = tables.skipped(machine).get(name, "not in the profile that was run")
             pieces += ["## Result", f"Not run on this machine (`{machine}`): {reason}."]
         for whose in own[:1]:
-            origin = ("" if whose == machine else "The published machine: ") + figures.origin_line(whose, [name])
+            origin = ("" if whose == machine else f"The published machine `{whose}`: ") + figures.origin_line(
+                whose, [name]
+            )
             pieces += ["## Why it wins or loses", f"*{origin}.*", *accounts[whose].text(name)]
         records.write_text(FOLDER / f"{name}.md", "\n\n".join(pieces) + "\n")
 
@@ -54,7 +56,7 @@ def description(name: str, one: Configuration) -> list[str]:
     return [
         chapter.table_text(pd.DataFrame(rows), part="{}", **{"is": "{}"}),
         f"```\n{command}\n```",
-        "measures it on your machine; {doc}`../reproduce` has the other profiles.",
+        "measures it on your machine; {doc}`../reproduce` has the other profiles, {doc}`../notebooks/machines` what other machines make of it.",
     ]
 
 

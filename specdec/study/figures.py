@@ -49,9 +49,10 @@ def origin(machine: str, configurations=None) -> dict:
     chosen = {name: run for name, run in runs(machine).items() if configurations is None or name in configurations}
     steps = [step for run in chosen.values() for step in run["steps"].values()]
     facts = steps[0]["machine"]
+    vectors = f", {facts['vectors'].upper()}" if facts.get("vectors") else ""  # older records do not say
     return {
         "machine": machine,
-        "cpu": f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']:.0f} GiB",
+        "cpu": f"{facts['cpu']}{vectors}, {facts['cores']} cores, {facts['memory_gib']:.0f} GiB",
         "date": max(step["finished"] for step in steps)[:10],
         "commit": sorted({step["commit"][:8] + ("+" if step["commit"].endswith("+") else "") for step in steps}),
         "profile": sorted({run["profile"] for run in chosen.values()}),

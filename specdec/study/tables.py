@@ -432,6 +432,28 @@ def best(table: pd.DataFrame, configuration: str, domain: str = "all", temperatu
     return None if rows.empty else rows.loc[rows.speedup.idxmax()]
 
 
+def best_of_each(machine: str) -> pd.DataFrame:
+    """The best K of every configuration over all domains, greedy: rows of :func:`speedups`."""
+    table = speedups(machine)
+    table = table[(table.domain == "all") & (table.temperature == table.temperature.min())]
+    return table.loc[table.groupby("configuration").speedup.idxmax()]
+
+
+def across(machines: list[str]) -> pd.DataFrame:
+    """What each machine makes of each configuration that it measured: costs, best K and its speedup.
+
+    Returns:
+        :func:`best_of_each` with the columns machine, c (missing: no draft model) and v5, the verification cost v(5).
+    """
+    found = []
+    for machine in machines:
+        c = latency_ratios(machine).set_index("configuration")["median"]
+        v5 = forward_costs(machine).query("model == 'target' and n == 5").set_index("configuration").v
+        rows = best_of_each(machine).assign(machine=machine)
+        found.append(rows.assign(c=rows.configuration.map(c), v5=rows.configuration.map(v5)))
+    return pd.concat(found, ignore_index=True)
+
+
 def greedy_agreement(machine: str) -> pd.DataFrame:
     """How many greedy answers equal the target-only one, by configuration and K; the widest top-2 gap at a divergence."""
     answers = records(machine, "answers")

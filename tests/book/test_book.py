@@ -14,12 +14,13 @@ import pytest
 from specdec.study import configurations, execute, records
 from specdec.study.configurations import ROOT
 
-CHAPTERS = ["verification-cost", "acceptance", "speedup", "cost-model", "peers", "explore", "equivalence", "overview"]
+CHAPTERS = ["verification-cost", "acceptance", "speedup", "cost-model", "machines", "peers", "explore"]
+CHAPTERS += ["equivalence", "overview"]
 TEXTS = ["method", "discussion", "reproduce", "contribute", "cite", "glossary", "reference", "records", "references"]
 PAGES = ["index", *TEXTS, "notebooks/figures"] + [f"notebooks/{c}" for c in CHAPTERS]
 PAGES += [f"configurations/{name}" for name in configurations.with_page()]
 FIGURES = ["verification-cost", "survival", "speedup-by-k", "speedup-by-configuration", "pooled-null", "pit"]
-FIGURES += ["predicted-and-measured", "break-even-map", "peers"]
+FIGURES += ["predicted-and-measured", "break-even-map", "machines", "peers"]
 FIGURES += ["detection-matrix", "calibration"]
 
 

@@ -188,6 +188,17 @@ def test_the_target_alone_is_held_against_itself(machine):
     assert set(tables.speedups("box").k) == {2}
 
 
+def test_machines_are_set_side_by_side(machine):
+    make(machine, {0: [1.0, 1.0], 2: [0.8, 0.8], 4: [0.5, 0.5]})
+    make(machine, {0: [1.0, 1.0], 2: [0.5, 0.5]}, name="int8-draft")
+    make(machine.parent / "other", {0: [1.0, 1.0], 2: [2.0, 2.0], 4: [4.0, 4.0]}, v={1: 1.0, 3: 2.0, 5: 3.5})
+    found = tables.across(["box", "other"]).set_index(["machine", "configuration"])
+    assert set(found.index) == {("box", "cpu-bf16"), ("box", "int8-draft"), ("other", "cpu-bf16")}
+    here, there = found.loc[("box", "cpu-bf16")], found.loc[("other", "cpu-bf16")]
+    assert (here.k, here.speedup, here.v5, here.c) == pytest.approx((4, 2.0, 1.2, 0.2))
+    assert (there.k, there.speedup, there.v5, there.c) == pytest.approx((2, 0.5, 3.5, 0.2))
+
+
 def test_few_values_give_no_interval():
     assert np.isnan(tables.median_interval([1, 2, 3]).low)
     five = tables.median_interval([5, 1, 4, 2, 3])
@@ -242,8 +253,10 @@ def test_every_configuration_has_a_page(machine, tmp_path, monkeypatch):
     many = [1.0 + 0.01 * i for i in range(8)]
     make(machine, {0: many, 2: [p / 1.5 for p in many], 4: [p / 0.8 for p in many]}, acceptance=(1, 0, 0))
     make(tmp_path / "theirs", {0: [1.0, 1.1], 2: [0.9, 1.0]}, name="prompt-lookup")
+    for name in ("prompt-lookup", "gguf-q4"):
+        make(tmp_path / "third", {0: [1.0, 1.1], 2: [0.9, 1.0]}, name=name)
     (machine / "skipped.json").write_text('{"cuda-bf16": "no CUDA device here"}')
-    configuration_pages.write("box", "theirs")
+    configuration_pages.write("box", "theirs", "third")
     pages = {path.stem: path.read_text() for path in (tmp_path / "pages").iterdir()}
     assert set(pages) == set(configurations.with_page()) and "toy" not in pages
     own = pages["cpu-bf16"]
@@ -251,7 +264,10 @@ def test_every_configuration_has_a_page(machine, tmp_path, monkeypatch):
     assert "At its best $K$ = 2 it wins: 1.50 (1.50 to 1.50)" in own and "| 4 | " in own and "| only " in own
     assert "Not run on this machine (`box`): no CUDA device here." in pages["cuda-bf16"]
     lookup = pages["prompt-lookup"]
-    assert "Not run on this machine (`box`): not in the profile" in lookup and "The published machine: " in lookup
+    assert (
+        "Not run on this machine (`box`): not in the profile" in lookup and "The published machine `theirs`: " in lookup
+    )
+    assert "The published machine `third`: " in pages["gguf-q4"]
 
 
 def test_the_interactive_page_starts_from_what_was_measured(machine):
