@@ -259,6 +259,7 @@ def account(rounds: list[dict], alone: list[dict], v: pd.Series) -> dict[str, fl
         return None
     whole = {name: np.concatenate([part[name] for part in rounds]) for name in _ACCOUNTED}
     k = int(whole["k"][0])
+    tau = min(tau, k + 1)  # where all were kept, the mean of logarithms may be a rounding more
     whole = {name: column[whole["asked"] == k] for name, column in whole.items()}
     single = np.median(np.concatenate([part["seconds"] for part in alone]))
     c = np.median(whole["draft_seconds"]) / single / k

@@ -84,7 +84,7 @@ def test_no_two_answers_share_a_seed(machine):
     answers = tables.records(machine, "answers")
     assert not answers[answers.temperature > 0].duplicated(["seed"]).any()
     tokens = tables.records(machine, "tokens")
-    assert (tokens.groupby("seed").arm.nunique() == 1).all()
+    assert tokens.empty or (tokens.groupby("seed").arm.nunique() == 1).all()
 
 
 @pytest.mark.parametrize("machine", PUBLISHED)

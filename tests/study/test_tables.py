@@ -270,6 +270,15 @@ def test_every_configuration_has_a_page(machine, tmp_path, monkeypatch):
     assert "The published machine `third`: " in pages["gguf-q4"]
 
 
+def test_a_draft_that_is_always_kept_has_its_pages(machine, tmp_path, monkeypatch):
+    """exp(log 3) is more than 3: by that rounding, K = 2 gave more than all its tokens, and the pages refused it."""
+    monkeypatch.setattr(configuration_pages, "FOLDER", tmp_path / "pages")
+    make(machine, {0: [1.0, 1.0], 2: [0.5, 0.5]}, acceptance=(2, 2, 2))
+    assert (tables.predictions("box").tau == 3).all()
+    configuration_pages.write("box")
+    assert explore.starts("box")[0]["a"] == 1
+
+
 def test_the_interactive_page_starts_from_what_was_measured(machine):
     make(machine, {0: [1.0, 1.0], 2: [0.5, 0.6], 4: [0.7, 0.8]})
     make(machine, {0: [1.0], 2: [0.5]}, name="prompt-lookup", v={1: 1.0, 2: 1.7, 3: 1.1, 5: 1.2})
