@@ -104,15 +104,16 @@ def _answers(target, draft, k, work):
 def forecast(name: str, configuration: Configuration, target: Alone) -> Forecast:
     """Measure what ``configuration`` adds to its target: a short answer to each prompt with drafts."""
     draft = pairs.load_draft(configuration, target.model)
-    rounds, v = _answers(target.model, draft, K_MAX, target.work), (list(target.v), list(target.v.values()))
+    rounds = _answers(target.model, draft, K_MAX, target.work)
+    n, v = zip(*target.v.items(), strict=True)
     whole = [r for r in rounds if r.asked == K_MAX and not r.ended]
     drafted = np.array([r.drafted for r in whole])
     # One target pass, from the verifying passes of the same rounds: a machine that has slowed down slows both.
-    single = np.median(np.array([r.verify_seconds for r in whole]) / np.interp(drafted + 1, *v))
+    single = np.median(np.array([r.verify_seconds for r in whole]) / np.interp(drafted + 1, n, v))
     cost = costmodel.Costs(
         c=np.median([r.draft_seconds for r in whole]) / K_MAX / single,
         # prompt lookup may draft fewer than K
-        v={k + 1: float(np.interp(np.minimum(drafted, k) + 1, *v).mean()) for k in range(1, K_MAX + 1)},
+        v={k + 1: float(np.interp(np.minimum(drafted, k) + 1, n, v).mean()) for k in range(1, K_MAX + 1)},
         overhead=np.median([r.seconds - r.draft_seconds - r.verify_seconds for r in whole]) / single,
     )
     accepted = np.array([r.accepted for r in whole])

@@ -243,12 +243,8 @@ def _some_decelerate(machine, values):
 
 def _mechanism(machine, values):
     """Does a round cost less in the configurations that gain than in those that lose, by c and v alone?"""
-    rows = tables.best_of_each(machine).set_index("configuration")
-    v = tables.forward_costs(machine).query("model == 'target' and n == 5").set_index("configuration").v
-    c = tables.latency_ratios(machine).set_index("configuration")["median"]
-    names = [name for name in rows.index if name in c.index and name in v.index]
-    cost = (4 * c + v)[names]  # of a round of K = 4, in target passes
-    gains = rows.speedup[names] > 1
+    rows = tables.across([machine]).dropna(subset=["c", "v5"]).set_index("configuration")
+    cost, gains = rows.cost, rows.speedup > 1
     if gains.all() or not gains.any():
         return Verdict(UNTESTED, "of the configurations with a draft model, none loses or none gains")
     found = "cost of a round of K = 4 in target passes, best speedup: " + ", ".join(

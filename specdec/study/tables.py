@@ -444,7 +444,8 @@ def across(machines: list[str]) -> pd.DataFrame:
     """What each machine makes of each configuration that it measured: costs, best K and its speedup.
 
     Returns:
-        :func:`best_of_each` with the columns machine, c (missing: no draft model) and v5, the verification cost v(5).
+        :func:`best_of_each` with the columns machine, c (missing: no draft model), v5, the verification cost v(5), and
+        cost, of a round of four draft tokens in target passes.
     """
     found = []
     for machine in machines:
@@ -452,7 +453,7 @@ def across(machines: list[str]) -> pd.DataFrame:
         v5 = forward_costs(machine).query("model == 'target' and n == 5").set_index("configuration").v
         rows = best_of_each(machine).assign(machine=machine)
         found.append(rows.assign(c=rows.configuration.map(c), v5=rows.configuration.map(v5)))
-    return pd.concat(found, ignore_index=True)
+    return pd.concat(found, ignore_index=True).assign(cost=lambda rows: 4 * rows.c.fillna(0) + rows.v5)
 
 
 def greedy_agreement(machine: str) -> pd.DataFrame:
