@@ -73,55 +73,81 @@ def candidates(target: str | None, draft: str | None) -> dict[str, Configuration
 
 @dataclass(frozen=True)
 class Alone:
-    """A target by itself: v by n, and the seconds of one target-only round."""
+    """A target by itself: its greedy answer to each prompt, and what these took.
+
+    v by n, the seconds of a round, and how much of it is not the pass but the draw, in passes.
+    """
 
     model: object
     work: list[list[int]]
+    answers: list[list[int]]
     v: dict[int, float]
     seconds: float
+    draw: float
 
 
 def alone(configuration: Configuration) -> Alone:
     """Measure a target: passes of n tokens, and a short answer to each prompt."""
+    import specdec
     from specdec import latency
 
     target = pairs.load_target(configuration)
     work = [pairs.prompt_ids(target.tokenizer, prompt.text) for _, prompt in configurations.prompts(PROMPTS)]
     costs = latency.measure_costs(target, None, work[0], K_MAX, REPEATS)
-    rounds = _answers(target, None, 0, work)
-    return Alone(target, work, costs.v, float(np.median([r.seconds for r in rounds])))
+    greedy = specdec.Sampling(temperature=0)
+    written = [specdec.autoregressive(target, ids, TOKENS, greedy) for ids in work]
+    seconds, passes = np.array([(r.seconds, r.verify_seconds) for out in written for r in out.rounds]).T
+    answers = [out.tokens for out in written]
+    return Alone(target, work, answers, costs.v, np.median(seconds), np.median(seconds / passes) - 1)
 
 
-def _answers(target, draft, k, work):
-    """The rounds of a greedy answer to each prompt; the first is decoded once before, to warm up."""
+def replayed(draft, target: Alone) -> np.ndarray:
+    """Rounds of up to ``K_MAX`` greedy draft tokens, (rounds, 2): how many are drafted, how many accepted.
+
+    At temperature 0 the target keeps a draft token where it would have written the same one, and its answer shows what
+    it writes: no pass of the target is needed. Rounds that the end of an answer cuts are left out.
+
+    Raises:
+        ValueError: no answer has room for a round.
+    """
+    import torch
+
     import specdec
 
-    greedy = specdec.Sampling(temperature=0)
-    specdec.speculative(target, draft, work[0], k, 3, greedy)
-    return [r for ids in work for r in specdec.speculative(target, draft, ids, k, TOKENS, greedy).rounds]
+    greedy, generator, rounds = specdec.Sampling(temperature=0), torch.Generator(), []
+    for ids, answer in zip(target.work, target.answers, strict=True):
+        if hasattr(draft, "start"):
+            draft.start(ids[:-1], target.model)
+        at = 0
+        while at + K_MAX < len(answer):
+            drafted = draft.propose([*ids, *answer[:at]], K_MAX, greedy, generator)[0].tolist()
+            same = [a == b for a, b in zip(drafted, answer[at:], strict=False)]
+            accepted = [*same, False].index(False)
+            rounds.append((len(drafted), accepted))
+            at += accepted + 1
+    if not rounds:
+        raise ValueError(f"the target's context has no room for a prompt and {K_MAX + 1} tokens")
+    return np.array(rounds)
 
 
 def forecast(name: str, configuration: Configuration, target: Alone) -> Forecast:
-    """Measure what ``configuration`` adds to its target: a short answer to each prompt with drafts."""
+    """Measure what ``configuration`` adds to its target: a pass of the draft, and which of its tokens are kept."""
+    from specdec import latency
+
     draft = pairs.load_draft(configuration, target.model)
-    rounds = _answers(target.model, draft, K_MAX, target.work)
+    c = latency.measure_costs(target.model, draft, target.work[0], 0, 3 * REPEATS).c
+    drafted, accepted = replayed(draft, target).T
     n, v = zip(*target.v.items(), strict=True)
-    whole = [r for r in rounds if r.asked == K_MAX and not r.ended]
-    drafted = np.array([r.drafted for r in whole])
-    # One target pass, from the verifying passes of the same rounds: a machine that has slowed down slows both.
-    single = np.median(np.array([r.verify_seconds for r in whole]) / np.interp(drafted + 1, n, v))
     cost = costmodel.Costs(
-        c=np.median([r.draft_seconds for r in whole]) / K_MAX / single,
+        c=c + target.draw if c else 0.0,  # a model's draft token is drawn as the target's one token is
         # prompt lookup may draft fewer than K
         v={k + 1: float(np.interp(np.minimum(drafted, k) + 1, n, v).mean()) for k in range(1, K_MAX + 1)},
-        overhead=np.median([r.seconds - r.draft_seconds - r.verify_seconds for r in whole]) / single,
     )
-    accepted = np.array([r.accepted for r in whole])
 
     def survival(accepted):
         return (accepted[:, None] > np.arange(K_MAX)).mean(axis=0)
 
-    k, speedup = costmodel.best_k(survival(accepted), cost.c, cost.v, cost.overhead)
+    k, speedup = costmodel.best_k(survival(accepted), cost.c, cost.v)
     rng = np.random.default_rng(0)
     drawn = [speedup_at(k, survival(rng.choice(accepted, len(accepted))), cost) for _ in range(RESAMPLES)]
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -132,7 +158,7 @@ def forecast(name: str, configuration: Configuration, target: Alone) -> Forecast
 
 def speedup_at(k: int, survival, cost: costmodel.Costs) -> float:
     """The predicted speedup at one K; 1 without drafts."""
-    return costmodel.speedup(survival[:k], cost.c, cost.v[k + 1], cost.overhead) if k else 1.0
+    return costmodel.speedup(survival[:k], cost.c, cost.v[k + 1]) if k else 1.0
 
 
 def advice(found: list[Forecast]) -> str:
