@@ -41,7 +41,9 @@ def times(row) -> str:
 
 def prompts_note(row) -> str:
     """How many prompts a point rests on; fewer than eight make it indicative."""
-    return f"{row.prompts} prompts" + (", indicative" if row.prompts < tables.FEW else "")
+    return f"{row.prompts} prompt{'s' if row.prompts > 1 else ''}" + (
+        ", indicative" if row.prompts < tables.FEW else ""
+    )
 
 
 def leading(machine: str) -> pd.Series | None:
@@ -210,10 +212,11 @@ def _pooled_test(machine, values):
     tokens = main_tokens(machine)
     if tokens.empty:
         return Verdict(UNTESTED, "no sampled tokens")
-    test = tables.pooled(tokens).iloc[0]
+    test = tables.pooled(tokens).assign(prompts=tokens.prompt.nunique()).iloc[0]
     found = (
         f"chi-squared {test.statistic:.1f}, {test.dof} degrees of freedom, p = {test.pvalue:.3f} "
-        f"if tokens were independent and {test.permuted.pvalue:.3f} by exchange of answers, {test.tokens_first:,} tokens an arm"
+        f"if tokens were independent and {test.permuted.pvalue:.3f} by exchange of answers, {test.tokens_first:,} tokens an arm "
+        f"on {prompts_note(test)}"
     )
     if test.dof == 0:
         return Verdict(UNTESTED, f"too few tokens: {found}")
