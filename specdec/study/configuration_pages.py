@@ -92,6 +92,7 @@ class _Account:
             ceiling=[costmodel.break_even_c(r.tau, r.k, r.v, r.overhead) for r in own.itertuples()],
         )
         own["needed"] = own.needed.replace(np.inf, np.nan)
+        own["ceiling"] = own.ceiling.where(own.ceiling >= 0)
         own["because"] = [because(row) for row in own.itertuples()]
         counts = {column: "{:.2f}" for column in ("tokens", "drafting", "block", "overhead", "predicted")}
         ends = {"c": "c measured", "ceiling": "c to break even", "accepted": "a measured", "needed": "a to break even"}
@@ -100,7 +101,7 @@ class _Account:
             "What a round gives, what it costs in target passes (drafting, the pass over the block, overhead), what follows, and what the clock says:",
             chapter.table_text(own, K="{}", **counts, measured="{}", because="{}"),
             "The latency ratio $c$ and the acceptance $a$ beside what they would have to be. A draft slower than *c to break even* loses at this $K$, however "
-            "good the rest; so does one that is kept less often than *a to break even*, by {eq}`tau` with the same chance at every place. A dash: not even if all were kept.",
+            "good the rest; so does one that is kept less often than *a to break even*, by {eq}`tau` with the same chance at every place. A dash: not even if drafting were free, not even if all were kept.",
             chapter.table_text(own.rename(columns=ends), K="{}", **{column: "{:.2f}" for column in ends.values()}),
             "{doc}`../notebooks/cost-model` sets prediction against measurement on prompts that the prediction has not seen.",
         ]
