@@ -78,7 +78,7 @@ class ModelDraft:
         if k == 0:
             return torch.empty(0, dtype=torch.long), torch.empty(0, self._limit)
         self._cached, self._fed = self._cached + self._fed.tolist(), self._fed[:0]
-        shared = _common_prefix(self._cached, readable[:-1])
+        shared = common_prefix(self._cached, readable[:-1])
         self.model.drop_last(len(self._cached) - shared)
         self._cached = self._cached[:shared]
         block = torch.tensor(readable[shared:])
@@ -174,7 +174,8 @@ def _name(model) -> str:
     return getattr(model, "name", type(model).__name__)
 
 
-def _common_prefix(a, b) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many ids two sequences share from their start on."""
     size = min(len(a), len(b))
     if a[:size] == b[:size]:
         return size

@@ -113,6 +113,7 @@ def replayed(draft, target: Alone) -> np.ndarray:
     import torch
 
     import specdec
+    from specdec.drafts import common_prefix
 
     greedy, generator, rounds = specdec.Sampling(temperature=0), torch.Generator(), []
     for ids, answer in zip(target.work, target.answers, strict=True):
@@ -121,8 +122,7 @@ def replayed(draft, target: Alone) -> np.ndarray:
         at = 0
         while at + K_MAX < len(answer):
             drafted = draft.propose([*ids, *answer[:at]], K_MAX, greedy, generator)[0].tolist()
-            same = [a == b for a, b in zip(drafted, answer[at:], strict=False)]
-            accepted = [*same, False].index(False)
+            accepted = common_prefix(drafted, answer[at:])
             rounds.append((len(drafted), accepted))
             at += accepted + 1
     if not rounds:

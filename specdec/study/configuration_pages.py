@@ -92,7 +92,7 @@ class _Account:
             ceiling=[costmodel.break_even_c(r.tau, r.k, r.v, r.overhead) for r in own.itertuples()],
         )
         own["needed"] = own.needed.replace(np.inf, np.nan)
-        own["ceiling"] = own.ceiling.where(own.ceiling >= 0)
+        own["ceiling"] = own.ceiling.where(own.ceiling > 0)
         own["because"] = [because(row) for row in own.itertuples()]
         counts = {column: "{:.2f}" for column in ("tokens", "drafting", "block", "overhead", "predicted")}
         ends = {"c": "c measured", "ceiling": "c to break even", "accepted": "a measured", "needed": "a to break even"}
