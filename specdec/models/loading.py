@@ -28,23 +28,24 @@ def load(
         backend: "torch", or "llama.cpp" for the manifest's GGUF file as it is, with ``llama-cpp-python``.
         device: "auto" (CUDA, else MPS, else the CPU) or a torch device such as "cuda:1".
         dtype: "bfloat16", "float16" or "float32"; the manifest's weights are bfloat16, float32 is them up-cast.
-        weights: "dense", or "int8": 8-bit weights and activations (``specdec.models.packing``), on a CPU only.
+        weights: "dense", or "int8": 8-bit weights and activations (``specdec.models.packing``), on a CPU only; with
+            llama.cpp "dense" is the file as it is, and "q4_0" what :func:`specdec.models.weights.requantised` makes of it.
 
     On an NVIDIA GPU the model is a :class:`~specdec.models.static_model.StaticModel` where it can be one: faster, and with
     room for 4,096 ids; ``specdec.TorchModel`` takes a model that needs more.
 
-    With llama.cpp, ``weights`` are the file's own, ``dtype`` says nothing, and ``device`` is the CPU or what the library
-    was built for; "auto" takes the latter where there is one.
+    With llama.cpp ``dtype`` says nothing, and ``device`` is the CPU or what the library was built for; "auto" takes the
+    latter where there is one.
 
     Raises:
         ValueError: a value that is not offered, a device that is not there, or a name that is none of the three kinds.
         specdec.models.weights.WeightsUnavailable: no source has the weights.
     """
     _check("backend", backend, ("torch", "llama.cpp"))
-    _check("weights", weights, ("dense", "int8"))
     _check("dtype", dtype, tuple(_DTYPES))
     if backend == "llama.cpp":
         return _llama_cpp(name, device, weights)
+    _check("weights", weights, ("dense", "int8"))
     place = _device(device)
     if weights == "int8" and (missing := packing.int8_missing(place.type)):
         raise ValueError(f"weights='int8' is not available: {missing}")
@@ -83,14 +84,14 @@ def llama_cpp_missing(device: str = "cpu") -> str | None:
 
 def _llama_cpp(name, device, weights):
     _check("device", device, ("auto", "cpu", "mps", "cuda"))
-    _check("weights", weights, ("dense",))
+    _check("weights", weights, ("dense", "q4_0"))
     if name not in files.manifest():
         raise ValueError(f"backend='llama.cpp' runs the files of data/weights.yml, and {str(name)!r} is none of them")
     if missing := llama_cpp_missing(device):
         raise ValueError(f"backend='llama.cpp' is not available: {missing}")
     from specdec.models.llama_cpp_model import LlamaCppModel
 
-    path = files.fetch(name)
+    path = files.requantised(name) if weights == "q4_0" else files.fetch(name)
     return LlamaCppModel(path, tokenizer(name), str(name), gpu=device != "cpu")
 
 

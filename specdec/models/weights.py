@@ -30,7 +30,8 @@ from tqdm import tqdm
 
 MANIFEST = Path(__file__).resolve().parents[2] / "data" / "weights.yml"
 
-_RECORD = "specdec.json"  # in a converted folder: what it was made from, and the hash of each of its files
+_RECORD = "specdec.json"  # in a folder that was made: what it was made from, and the hash of each of its files
+_REQUANTISED = "model.gguf"
 _SMALLEST = "smollm2-135m"  # all that the smoke profile needs
 _HUB_TIMEOUT = 5  # seconds to wait for the hub's first answer
 
@@ -85,7 +86,8 @@ class _Conversion(_Strict):
     source: str
     source_sha256: Sha256
     dtype: str
-    transformers: str
+    transformers: str | None = None  # the version that made it
+    llama_cpp: str | None = None
     files: dict[str, _StoredFile]
 
 
@@ -157,22 +159,36 @@ def converted(name: str) -> Path:
         ValueError: an unknown name.
         WeightsUnavailable: the folder has to be made and no source has the file.
     """
+    return _made(name, "converted", _convert, "de-quantising {} to bfloat16, once (up to a minute or two)")
+
+
+def requantised(name: str) -> Path:
+    """A GGUF file with every matrix of a model in Q4_0, made from its own GGUF file by llama.cpp the first time.
+
+    Q4_0 is what llama.cpp has its fastest kernels for on a CPU. It is coarser than most formats of a published file, which
+    a draft may be and a target should not. Compared with its hash as in :func:`converted`; raises the same.
+    """
+    return _made(name, "requantised", _requantise, "re-quantising {} to Q4_0, once (up to a minute)") / _REQUANTISED
+
+
+def _made(name: str, kind: str, make: Callable[[Path, Path, WeightFile], None], what: str) -> Path:
+    """The folder that ``make`` filled from the GGUF file, now or earlier."""
     entry = _entry(name)
-    folder = cache_dir() / "converted" / name
+    folder = cache_dir() / kind / name
     partial = folder.with_name(f"{name}.partial")
     with _locked(name):
         if folder.exists():
             damage = _damage(folder, entry)
             if damage is None:
                 return folder
-            _say(f"{name}: the converted weights are not as they were made ({damage}): made again")
+            _say(f"{name}: the {kind} weights are not as they were made ({damage}): made again")
             shutil.rmtree(folder)
         gguf = _fetch(name, entry, tuple(_SOURCES))
         # What an interrupted run left is never looked into, only removed.
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _say(f"{name}: de-quantising {entry.file} to bfloat16, once (up to a minute or two)")
-        _convert(gguf, partial, entry)
+        _say(f"{name}: {what.format(entry.file)}")
+        make(gguf, partial, entry)
         partial.rename(folder)
         return folder
 
@@ -401,16 +417,25 @@ def _convert(gguf: Path, folder: Path, entry: WeightFile) -> None:
         model.save_pretrained(folder, max_shard_size="1TB")  # one file, one hash
         del model
         transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
-    record = _Conversion(
-        source=entry.file,
-        source_sha256=entry.sha256,
-        dtype="bfloat16",
-        transformers=transformers.__version__,
-        files={
-            file.name: _StoredFile(sha256=_sha256(file), bytes=file.stat().st_size) for file in sorted(folder.iterdir())
-        },
-    )
-    (folder / _RECORD).write_text(record.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    _write_record(folder, entry, dtype="bfloat16", transformers=transformers.__version__)
+
+
+def _requantise(gguf: Path, folder: Path, entry: WeightFile) -> None:
+    """Writes the GGUF file and, last, the record of its hash into an empty folder."""
+    import llama_cpp
+
+    from specdec.models.llama_cpp_model import requantise
+
+    requantise(gguf, folder / _REQUANTISED)
+    _write_record(folder, entry, dtype="Q4_0", llama_cpp=llama_cpp.__version__)
+
+
+def _write_record(folder: Path, entry: WeightFile, **made: str) -> None:
+    files = {
+        file.name: _StoredFile(sha256=_sha256(file), bytes=file.stat().st_size) for file in sorted(folder.iterdir())
+    }
+    record = _Conversion(source=entry.file, source_sha256=entry.sha256, files=files, **made)
+    (folder / _RECORD).write_text(record.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
 
 
 def _read_record(folder: Path) -> _Conversion:
@@ -418,7 +443,7 @@ def _read_record(folder: Path) -> _Conversion:
 
 
 def _damage(folder: Path, entry: WeightFile) -> str | None:
-    """What is wrong with a converted folder; None where it is the one that was made from the manifest's file."""
+    """What is wrong with a folder that was made; None where it is the one that was made from the manifest's file."""
     try:
         record = _read_record(folder)
     except (OSError, ValidationError) as error:

@@ -16,7 +16,11 @@ from specdec.study.configurations import ROOT, Configuration
 
 FOLDER = ROOT / "book" / "configurations"
 
-_FORMS = {"int8": "8 bits", "gguf": "4 bits (Q4_K_M), in llama.cpp"}
+_FORMS = {
+    "int8": "8 bits",
+    "gguf": "4 bits (Q4_K_M), in llama.cpp",
+    "q4_0": "4 bits (its file re-quantised to Q4_0), in llama.cpp",
+}
 
 
 def write(machine: str, *published: str) -> None:

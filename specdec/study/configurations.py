@@ -21,7 +21,7 @@ CONTROL = -2  # the target alone once more, to see what two measurements of one 
 
 Count = Annotated[int, Field(ge=1)]
 Domain = Literal["code", "conversation", "summarisation"]
-Format = Literal["dense", "int8", "gguf"]  # gguf: the file as it is, run by llama.cpp
+Format = Literal["dense", "int8", "gguf", "q4_0"]  # run by llama.cpp: gguf, the file as it is; q4_0, re-quantised
 
 
 class Record(BaseModel):

@@ -17,7 +17,8 @@ def unavailable(configuration: Configuration) -> str | None:
         return "no CUDA device here"
     if configuration.device == "mps" and not torch.backends.mps.is_available():
         return "no Apple GPU (MPS) here"
-    missing = {"int8": packing.int8_missing, "gguf": loading.llama_cpp_missing, "dense": lambda device: None}
+    missing = {"int8": packing.int8_missing, "dense": lambda device: None}
+    missing |= dict.fromkeys(("gguf", "q4_0"), loading.llama_cpp_missing)
     reasons = (missing[form](configuration.device) for form in sorted(configuration.formats()))
     known = weights.manifest()  # a folder or a repository of the hub is looked for when it is loaded
     absent = (weights.missing(name) for name in configuration.weights() if name in known)
@@ -63,7 +64,9 @@ def tokenizer(configuration: Configuration):
 def _load(configuration, name, form):
     import specdec
 
-    how = {"backend": "llama.cpp"} if form == "gguf" else {"weights": form}
+    how = {"weights": "dense" if form == "gguf" else form}
+    if form in ("gguf", "q4_0"):
+        how["backend"] = "llama.cpp"
     return specdec.load(name, device=configuration.device, dtype=configuration.dtype, **how)
 
 

@@ -104,6 +104,48 @@ def test_it_drafts_for_torch_without_loss(model, ids, smollm2):
     assert speculative(smollm2, ModelDraft(model), ids, 3, 20, GREEDY).tokens == alone.tokens
 
 
+@pytest.fixture
+def requantised(model, tmp_path, monkeypatch):
+    """The model with every matrix in Q4_0, made in a cache folder of its own."""
+    (tmp_path / model.path.name).symlink_to(model.path)
+    (tmp_path / "converted").symlink_to(weights.cache_dir() / "converted")
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    return specdec.load("smollm2-135m", backend="llama.cpp", device="cpu", weights="q4_0")
+
+
+def test_every_matrix_can_be_q4_0_and_draft_without_loss(requantised, ids, smollm2):
+    import gguf
+
+    tensors = gguf.GGUFReader(requantised.path).tensors
+    assert {t.tensor_type.name for t in tensors if len(t.shape) == 2} == {"Q4_0"}
+    smollm2.drop_last(smollm2.length)
+    far = tv(requantised.logits(ids), smollm2.logits(ids))
+    smollm2.drop_last(smollm2.length)
+    assert 0 < far.median() < 0.5  # another model, and a like one
+    alone = specdec.autoregressive(smollm2, ids, 20, GREEDY)
+    out = speculative(smollm2, ModelDraft(requantised), ids, 3, 20, GREEDY)
+    assert out.tokens == alone.tokens and sum(r.accepted for r in out.rounds) > 5
+
+
+def test_a_requantised_file_is_made_once_and_again_where_it_was_damaged(requantised, capfd):
+    capfd.readouterr()
+    made = requantised.path.read_bytes()
+    assert weights.requantised("smollm2-135m") == requantised.path
+    assert "re-quantising" not in capfd.readouterr().err
+    requantised.path.write_bytes(made[:-1] + bytes([made[-1] ^ 1]))
+    assert weights.requantised("smollm2-135m").read_bytes() == made
+    said = capfd.readouterr().err
+    assert "not as they were made" in said and "re-quantising" in said
+
+
+def test_what_cannot_be_requantised_is_refused(tmp_path):
+    from specdec.models.llama_cpp_model import requantise
+
+    (tmp_path / "model.gguf").write_bytes(b"not a model")
+    with pytest.raises(ValueError, match="cannot make"):
+        requantise(tmp_path / "model.gguf", tmp_path / "other.gguf")
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -208,7 +208,8 @@ def test_a_configuration_loads_each_model_in_its_form(monkeypatch):
     monkeypatch.setattr(loading, "llama_cpp_missing", lambda device: "no llama.cpp")
     monkeypatch.setattr(packing, "int8_missing", lambda device: "no kernels")
     place = {"device": "cpu", "dtype": "bfloat16"}
-    dense, int8, gguf = ({"weights": "dense"} | place, {"weights": "int8"} | place, {"backend": "llama.cpp"} | place)
+    dense, int8 = ({"weights": form} | place for form in ("dense", "int8"))
+    gguf, q4_0 = ({"backend": "llama.cpp", "weights": form} | place for form in ("dense", "q4_0"))
     declared = configurations.study().configurations
     for name, target, draft, missing in (
         ("cpu-bf16", dense, dense, None),
@@ -217,6 +218,7 @@ def test_a_configuration_loads_each_model_in_its_form(monkeypatch):
         ("int8-target", int8, dense, "no kernels"),
         ("gguf-draft", dense, gguf, "no llama.cpp"),
         ("gguf-q4", gguf, gguf, "no llama.cpp"),
+        ("q4-int8", int8, q4_0, "no kernels"),
     ):
         loads.clear()
         pairs.build(declared[name])

@@ -20,6 +20,7 @@ def test_every_profile_names_known_weights_and_enough_prompts():
 
 def test_required_configurations_are_declared():
     named = "cpu-bf16 cpu-fp32 int8-draft int8-both int8-target gguf-q4 gguf-draft prompt-lookup mps-fp16 cuda-bf16 gguf-metal"
+    named += " gguf-int8 q4-int8"
     assert set(named.split()) <= set(conf.study().configurations)
 
 
