@@ -35,8 +35,8 @@ class _Weights:
 def requantise(source: str | Path, target: str | Path) -> None:
     """Write a GGUF file with every matrix of another in Q4_0.
 
-    Its kernels read blocks of rows that llama.cpp re-orders when it loads the file, also for one or two tokens; most other
-    formats have none. All matrices: the head of a small model is a quarter of what a pass reads.
+    It is small, and llama.cpp re-orders its rows when it loads the file, for kernels that are fast for few tokens too.
+    Every matrix, since the head of a small model is a quarter of what a pass reads.
 
     Raises:
         ValueError: llama.cpp cannot read ``source`` or cannot write ``target``.
