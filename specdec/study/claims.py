@@ -90,9 +90,11 @@ def lossless(machine: str, configuration: str) -> str:
         other = tokens.configuration.iloc[0]  # the loop is one and the same; sampled text is long and of one pair only
         parts.append(("" if other == configuration else f"sampled text of `{other}`: ") + sampled(tokens))
     if len(greedy):
-        parts.append(
-            f"{greedy.identical.sum()} of {greedy.answers.sum()} greedy answers are the target's token by token"
-        )
+        same, answers = greedy.identical.sum(), greedy.answers.sum()
+        text = f"{same} of {answers} greedy answers are the target's token by token"
+        if same < answers and study().configurations[configuration].dtype != "float32":
+            text += ", the others part from it where a block is rounded otherwise than a single token"
+        parts.append(text)
     if not parts:
         return ""
     text = "; ".join(parts) + "."
