@@ -6,6 +6,8 @@ import itertools
 
 from specdec.study.configurations import Configuration
 
+_LLAMA_CPP = {"gguf": "dense", "q4_0": "q4_0"}  # forms of weights that llama.cpp runs, and what specdec.load calls them
+
 
 def unavailable(configuration: Configuration) -> str | None:
     """Why ``configuration`` cannot run on this machine; None if it can."""
@@ -18,7 +20,7 @@ def unavailable(configuration: Configuration) -> str | None:
     if configuration.device == "mps" and not torch.backends.mps.is_available():
         return "no Apple GPU (MPS) here"
     missing = {"int8": packing.int8_missing, "dense": lambda device: None}
-    missing |= dict.fromkeys(("gguf", "q4_0"), loading.llama_cpp_missing)
+    missing |= dict.fromkeys(_LLAMA_CPP, loading.llama_cpp_missing)
     reasons = (missing[form](configuration.device) for form in sorted(configuration.formats()))
     known = weights.manifest()  # a folder or a repository of the hub is looked for when it is loaded
     absent = (weights.missing(name) for name in configuration.weights() if name in known)
@@ -64,9 +66,7 @@ def tokenizer(configuration: Configuration):
 def _load(configuration, name, form):
     import specdec
 
-    how = {"weights": "dense" if form == "gguf" else form}
-    if form in ("gguf", "q4_0"):
-        how["backend"] = "llama.cpp"
+    how = {"backend": "llama.cpp", "weights": _LLAMA_CPP[form]} if form in _LLAMA_CPP else {"weights": form}
     return specdec.load(name, device=configuration.device, dtype=configuration.dtype, **how)
 
 
