@@ -8,7 +8,8 @@ After Leviathan et al., arXiv:2211.17192, theorem 3.8, without its assumptions o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import ClassVar
@@ -113,11 +114,16 @@ class Costs:
 
 @dataclass(frozen=True)
 class AdaptiveK:
-    """A draft length that follows the running acceptance: long where drafts are kept, short or none where not.
+    """A draft length that follows acceptance: long where drafts are kept, short or none where not.
 
-    Before each round the K with the largest predicted speedup is taken, for S_k = a^k with a the running acceptance of
-    this answer. Only rounds that are over are looked at, and the costs are given, never read from a clock: nothing is
-    lost (a draft token, once drawn, is always verified), and the same seed gives the same tokens.
+    Before a round the K with the largest predicted speedup is taken, for S_k = a^k with a the running acceptance of this
+    answer (:meth:`choose`). Where that is not 0, a draft that tells how confident it is goes on token by token until no
+    longer draft would pay (:meth:`enough`); to stop where the draft is in doubt is after Zhang et al., arXiv:2411.18462.
+    Nothing is lost: whether to go on is decided by laws and tokens that are known before the next token is drawn, and each
+    token, once drawn, is verified. Costs are given, never read from a clock: the same seed gives the same tokens.
+
+    What is known of an answer so far, ``running``, is (tested, accepted, doubt): draft tokens that the target looked at,
+    those it kept, and the sum of -ln confidence over those it looked at, weighted by age.
 
     Args:
         costs: measured on the machine at hand; v as for :func:`best_k`.
@@ -134,26 +140,54 @@ class AdaptiveK:
     # Each round weighs that much less than the one after it: text changes, and where nothing was drafted for a while
     # the estimate goes back to ``unknown``, so that drafting is tried again.
     memory: ClassVar[float] = 0.9
-    # (tested, accepted) draft tokens. An answer starts as if six had been tested: a draft that is too short loses more where
-    # drafts are good than one that is too long loses where they are not, so the first guess is good and yields slowly.
-    start: ClassVar[tuple[float, float]] = (6.0, 4.8)
-    unknown: ClassVar[tuple[float, float]] = (0.5, 0.4)
+    # An answer starts as if six had been tested: a draft that is too short loses more where drafts are good than one that
+    # is too long loses where they are not, so the first guess is good and yields slowly. A confidence is a chance at first.
+    start: ClassVar[tuple[float, float, float]] = (6.0, 4.8, -6 * math.log(0.8))
+    unknown: ClassVar[tuple[float, float, float]] = (0.5, 0.4, -0.5 * math.log(0.8))
 
     def __post_init__(self):
         if not isinstance(self.costs, Costs):
             raise TypeError(f"costs must be specdec.costmodel.Costs, not {self.costs!r}")
         if isinstance(self.k_max, bool) or not isinstance(self.k_max, Integral) or self.k_max < 1:
             raise ValueError(f"k_max must be an int >= 1, not {self.k_max!r}")
-        self.choose(*self.start)
+        self.choose(self.start)
 
-    def after(self, tested: float, accepted: float, drafted: int, kept: int) -> tuple[float, float]:
-        """The running (tested, accepted) after one more round, which kept ``kept`` of its ``drafted`` tokens."""
-        return self.memory * tested + min(kept + 1, drafted), self.memory * accepted + kept
+    def choose(self, running: tuple[float, float, float]) -> int:
+        """K for the next round, 0..k_max; 0: no draft pays."""
+        return self._best(self._acceptance(running))[0]
 
-    def choose(self, tested: float, accepted: float) -> int:
-        """K for the next round, 0..k_max, after so many tested and accepted draft tokens (weighted by age)."""
-        rate = (accepted + self.unknown[1]) / (tested + self.unknown[0])
-        return best_k(rate ** np.arange(1, self.k_max + 1), self.costs.c, self.costs.v, self.costs.overhead)[0]
+    def enough(self, running: tuple[float, float, float], confidences: Sequence[float]) -> bool:
+        """Whether this round's draft, whose tokens have such ``confidences``, is long enough.
+
+        A token that is not drawn yet has the running acceptance a for its chance to be kept; one that is drawn has the
+        more, the less it is in doubt: a^(doubt / mean doubt), doubt = -ln confidence. So a draft that is surer, or less
+        sure, than it should be is seen through, and one that is always equally sure is stopped at the K of :meth:`choose`.
+        Going on pays where the tokens that it is expected to add outweigh its cost, at the best predicted speedup.
+        """
+        a, drawn = self._acceptance(running), len(confidences)
+        mean_doubt = (running[2] + self.unknown[2]) / (running[0] + self.unknown[0])
+        kept = a ** (-np.log(confidences).sum() / mean_doubt)
+        more = np.arange(1, self.k_max - drawn + 1)
+        v = np.interp(drawn + 1 + np.append(0, more), *zip(*sorted(self.costs.v.items()), strict=True))
+        added = kept * (a**more).cumsum()
+        return not (added > self._best(a)[1] * (more * self.costs.c + v[1:] - v[0])).any()
+
+    def after(
+        self, running: tuple[float, float, float], confidences: Sequence[float], kept: int
+    ) -> tuple[float, float, float]:
+        """``running`` after one more round, which kept the first ``kept`` of its tokens; the next one was tested too.
+
+        ``confidences``: of all its tokens; 1 for each token of a draft that does not tell.
+        """
+        tested = confidences[: kept + 1]
+        new = len(tested), kept, -sum(map(math.log, tested))
+        return tuple(self.memory * before + one for before, one in zip(running, new, strict=True))
+
+    def _acceptance(self, running):
+        return (running[1] + self.unknown[1]) / (running[0] + self.unknown[0])
+
+    def _best(self, a):
+        return best_k(a ** np.arange(1, self.k_max + 1), self.costs.c, self.costs.v, self.costs.overhead)
 
 
 def break_even_c(tokens: float, k: int, v: float, overhead: float = 0.0) -> float:

@@ -7,6 +7,7 @@ Target-only decoding is the same loop with K = 0: a round is one forward pass an
 
 from __future__ import annotations
 
+import functools
 import operator
 import time
 from collections.abc import Iterable, Sequence
@@ -26,7 +27,7 @@ from specdec.verification import RULES, verify
 class Round:
     """One round. Times in seconds; ``emitted`` = ``accepted`` + 1 except where the end of the answer cut the round.
 
-    asked: draft tokens asked for, K or what room was left; drafted: draft tokens proposed; accepted: draft tokens kept in
+    asked: draft tokens asked for at most, K or what room was left; drafted: draft tokens proposed; accepted: draft tokens kept in
     the answer; emitted: tokens added to the answer; start: ids in the context before the round; ended: cut by the end of
     the answer, so out of the number at risk; draft_seconds: proposing, forwards and draws; verify_seconds: the target's
     forward; forward_seconds: all forwards; seconds: the whole round.
@@ -105,7 +106,7 @@ def speculative(
         draft: see ``specdec.drafts``.
         prompt_ids: the prompt, n >= 1 ids; one sequence (batch size one).
         k: draft length K >= 0; 0 is target-only decoding. Less is drafted where the answer or the window ends. An
-            :class:`~specdec.costmodel.AdaptiveK` chooses it round by round.
+            :class:`~specdec.costmodel.AdaptiveK` chooses it round by round, or token by token.
         max_new_tokens: at most so many new tokens, >= 0.
         sampling: the filters, the same for draft and target.
         seed: of this call's own generator (its low 32 bits count); global random state is neither read nor changed.
@@ -194,15 +195,18 @@ def _decode(target, draft, prompt_ids, k, max_new_tokens, sampling, seed, eos, r
 
     device, draft_device = getattr(target, "device", None), getattr(draft, "device", None)
     out.prefill_seconds = timed(prefill, device)[1]
-    running = AdaptiveK.start  # draft tokens tested and accepted, weighted by age
+    running = AdaptiveK.start
     while room > len(out.tokens):
         begin = time.perf_counter()
         start = len(context)
-        length = adaptive.choose(*running) if adaptive else k
+        length = adaptive.choose(running) if adaptive else k
+        confidences, enough = [], None
+        if adaptive and length and getattr(draft, "confident", False):
+            length, enough = k, functools.partial(_enough, adaptive, running, confidences)
         asked = min(length, room - len(out.tokens) - 1)  # the round adds one token of the target's own
         drafting = getattr(draft, "forward_seconds", 0.0)
         draft_marks = [devices.mark(draft_device)]
-        ids, q = _proposed(draft, context, asked, sampling, generator, target.vocab_size)
+        ids, q = _proposed(draft, context, asked, sampling, generator, target.vocab_size, enough)
         draft_marks.append(devices.mark(draft_device))
 
         verify_marks = [devices.mark(device)]
@@ -220,7 +224,7 @@ def _decode(target, draft, prompt_ids, k, max_new_tokens, sampling, seed, eos, r
         verify_seconds = devices.seconds_between(*verify_marks)
         draft_seconds = devices.seconds_between(*draft_marks) if asked else 0.0
         if adaptive:
-            running = adaptive.after(*running, len(drafted), accepted)
+            running = adaptive.after(running, confidences or [1.0] * len(drafted), accepted)
 
         emitted = [*drafted[:accepted], following]
         end = next((i for i, token in enumerate(emitted) if token in ends), None)
@@ -250,11 +254,17 @@ def _decode(target, draft, prompt_ids, k, max_new_tokens, sampling, seed, eos, r
     return out
 
 
-def _proposed(draft, context, asked, sampling, generator, vocab_size):
+def _enough(adaptive, running, confidences, confidence) -> bool:
+    """What a draft is asked for after each token; ``confidences`` are kept for the end of the round."""
+    confidences.append(confidence)
+    return adaptive.enough(running, confidences)
+
+
+def _proposed(draft, context, asked, sampling, generator, vocab_size, enough):
     """The draft's tokens and their laws, padded with zeros to the target's vocabulary."""
     if asked == 0:
         return torch.empty(0, dtype=torch.long), torch.empty(0, vocab_size)
-    ids, q = draft.propose(context, asked, sampling, generator)
+    ids, q = draft.propose(context, asked, sampling, generator, *([enough] if enough else []))
     if len(ids) > asked or q.ndim != 2 or len(q) != len(ids) or q.shape[1] > vocab_size:
         raise ValueError(
             f"the draft gave {len(ids)} ids with q of shape {tuple(q.shape)}; asked were at most {asked} over {vocab_size} ids"

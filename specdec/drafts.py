@@ -4,14 +4,15 @@ A draft has ``propose(context, k, sampling, generator) -> (ids (k',), q (k', V')
 target's V. One function both draws a token and returns the law it was drawn from: q is never computed a second time.
 A draft may also have ``start(context, target)``, called before each answer with the prompt but its last token,
 ``forward_seconds``, the time it has spent in forward passes so far, and ``device``, where ids and q are and its work is
-timed; on a GPU nothing has to have been waited for.
+timed; on a GPU nothing has to have been waited for. Where its ``confident`` is true, ``propose`` takes one argument more,
+``enough``: called after each token with the draft's confidence, it returns True to end the draft there.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 
 import torch
@@ -68,10 +69,24 @@ class ModelDraft:
         _read(self.model, context)
         self._cached = context
 
-    def propose(self, context: Sequence[int], k: int, sampling: Sampling, generator: torch.Generator):
+    @property
+    def confident(self) -> bool:
+        """Whether :meth:`propose` takes ``enough``: not on a GPU, which would be waited for at every token."""
+        return not devices.is_gpu(self.device)
+
+    def propose(
+        self,
+        context: Sequence[int],
+        k: int,
+        sampling: Sampling,
+        generator: torch.Generator,
+        enough: Callable[[float], bool] | None = None,
+    ):
         """Draw up to k tokens, each from this model's law after the context and the drafts before it.
 
-        Fewer where the draft's own window ends. See the module's text for what comes back.
+        Fewer where the draft's own window ends, or ``enough`` says so. The confidence it is told is the largest
+        probability of the model's own law, unfiltered: it says nothing of which token was drawn, so it may decide whether
+        another is. See the module's text for what comes back.
         """
         readable = self._readable(context)
         k = max(0, min(k, self.model.max_context - len(context) + 1))
@@ -98,6 +113,8 @@ class ModelDraft:
             q[i] = row
             ids[i] = draw(q[i], generator)
             block = ids[i : i + 1]
+            if enough and enough(float(logits[0, : self._limit].float().softmax(-1).max())):
+                return ids[: i + 1], q[: i + 1]
         return ids, q
 
     def _readable(self, context):

@@ -1,5 +1,6 @@
 """The cost model against enumeration and hand-worked numbers."""
 
+import math
 from itertools import product
 
 import numpy as np
@@ -144,19 +145,49 @@ COSTS = cm.Costs(c=0.3, v={1: 1.0, 2: 1.02, 9: 1.2}, overhead=0.02)
 
 def test_adaptive_k_follows_acceptance():
     chooser = cm.AdaptiveK(COSTS, 8)
-    lengths = [chooser.choose(10.0, 10.0 * rate) for rate in (0, 0.25, 0.5, 0.75, 0.9, 1)]
+    lengths = [chooser.choose((10.0, 10.0 * rate, 10.0)) for rate in (0, 0.25, 0.5, 0.75, 0.9, 1)]
     assert lengths == sorted(lengths) and lengths[0] == 0 and lengths[-1] == 8
-    assert chooser.choose(0.0, 0.0) > 0  # what has not been tried is tried
+    assert chooser.choose((0.0, 0.0, 0.0)) > 0  # what has not been tried is tried
     slow = cm.AdaptiveK(cm.Costs(c=1.2, v={1: 1.0, 9: 9.0}), 8)
-    assert slow.choose(100.0, 100.0) == 0  # no acceptance pays for such costs
+    assert slow.choose((100.0, 100.0, 100.0)) == 0  # no acceptance pays for such costs
+
+
+def drafted(chooser, running, confidences):
+    """How many tokens of such confidences are drawn."""
+    return next((n for n in range(1, len(confidences)) if chooser.enough(running, confidences[:n])), len(confidences))
+
+
+def test_adaptive_k_stops_where_the_draft_is_in_doubt():
+    chooser = cm.AdaptiveK(COSTS, 8)
+    lengths = [drafted(chooser, chooser.start, [0.99, 0.99, doubt] + [0.99] * 5) for doubt in (0.05, 0.4, 0.99)]
+    assert lengths == [3, 3, 8]
+
+
+@pytest.mark.parametrize("confidence", [0.02, 0.5, 0.98, 1.0])
+@pytest.mark.parametrize("rate", [0.3, 0.5, 0.7, 0.9, 0.97])
+def test_adaptive_k_of_a_draft_that_is_always_equally_sure(rate, confidence):
+    """Too sure or too little: going on token by token ends at the K that is best beforehand."""
+    running = (1000.0, 1000 * rate, -1000 * math.log(confidence))
+    for v in ({1: 1.0, 9: 1.4}, {1: 1.0, 4: 1.1, 5: 1.5, 8: 1.6, 9: 2.0}, {1: 1.0, 9: 3.0}):
+        chooser = cm.AdaptiveK(cm.Costs(c=0.1, v=v), 8)
+        if chooser.choose(running) and confidence < 1:
+            assert drafted(chooser, running, [confidence] * 8) == chooser.choose(running)
+        assert np.isfinite(chooser.after(running, [confidence] * 8, 3)).all()
+
+
+def test_adaptive_k_goes_over_a_step_that_pays_later():
+    """A pass over two to four tokens costs the same: having paid for two, the draft goes on to use the rest."""
+    chooser = cm.AdaptiveK(cm.Costs(c=0.02, v={1: 1.0, 2: 1.8, 4: 1.8, 5: 2.6, 8: 2.6}), 7)
+    assert drafted(chooser, (1000.0, 700.0, -1000 * math.log(0.7)), [0.7] * 7) == 3
+    assert drafted(chooser, (1000.0, 950.0, -1000 * math.log(0.95)), [0.95] * 7) == 7
 
 
 def test_adaptive_k_counts_what_was_tested():
     """A rejected token was tested, those behind it were not; and what was counted before weighs a tenth less."""
-    chooser = cm.AdaptiveK(COSTS, 8)
-    assert chooser.after(0.0, 0.0, drafted=4, kept=2) == (3, 2)
-    assert chooser.after(3.0, 2.0, drafted=4, kept=4) == pytest.approx((6.7, 5.8))
-    assert chooser.after(10.0, 8.0, drafted=0, kept=0) == pytest.approx((9, 7.2))
+    chooser, e = cm.AdaptiveK(COSTS, 8), math.exp(-1)
+    assert chooser.after((0.0, 0.0, 0.0), [e, e**2, e**4, 0.9], kept=2) == pytest.approx((3, 2, 7))
+    assert chooser.after((3.0, 2.0, 1.0), [e] * 4, kept=4) == pytest.approx((6.7, 5.8, 4.9))
+    assert chooser.after((10.0, 8.0, 9.0), [], kept=0) == pytest.approx((9, 7.2, 8.1))
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_adaptive_k_keeps_the_law_and_the_seed():
     for seed in range(20):
         (tokens, out), (again, _) = (G(Table(law), Table(other), [3], ADAPTIVE, 60, seed=seed) for _ in range(2))
         assert tokens == again
-        lengths |= {r.asked for r in out.rounds[:-6]}  # the last rounds are short for want of room
+        lengths |= {r.drafted for r in out.rounds[:-6]}  # the last rounds are short for want of room
     assert len(lengths) > 2
 
 
@@ -184,7 +184,7 @@ def test_adaptive_k_follows_the_draft():
     for drafter in (tiny(100, window=256), noisy(target), target):
         tokens, out = G(target, drafter, PROMPT, ADAPTIVE, 100, T=0)
         assert tokens == reference
-        mean.append(np.mean([r.asked for r in out.rounds]))
+        mean.append(np.mean([r.drafted for r in out.rounds]))
     assert mean[0] < 2 < mean[2] and mean == sorted(mean)
 
 

@@ -30,46 +30,59 @@ def variation(found, expected):
 # Level 1: the law of verification, over rounds
 
 
-def over_rounds(p, q, adaptive, rule):
+def drafts(q, text, room, adaptive, running, confident):
+    """Every draft behind ``text``, as (tokens, confidences); one that is confident stops at different lengths."""
+    length = adaptive.choose(running)
+    size, length = len(q[0]), min(adaptive.k_max if confident and length else length, room)
+    growing = [((), ())]
+    while growing:
+        tokens, told = growing.pop()
+        if len(tokens) == length or (confident and tokens and adaptive.enough(running, told)):
+            yield tokens, told
+            continue
+        row = q[len(text) + len(tokens)][text + tokens]
+        confidence = float(row.max()) if confident else 1.0
+        growing += [((*tokens, token), (*told, confidence)) for token in range(size) if row[token]]
+
+
+def over_rounds(p, q, adaptive, rule, confident):
     """The law of the first n = len(p) tokens, round by round, and what K was at each number of tokens so far.
 
     States are (tokens so far, running counts), so paths that lead to the same state go on as one.
     """
     size, end = len(p[0]), len(p)
-    states, answers, lengths = {((), (0.0, 0.0)): 1.0}, defaultdict(float), defaultdict(set)
+    states, answers, lengths = {((), (0.0, 0.0, 0.0)): 1.0}, defaultdict(float), defaultdict(set)
     for done in range(end):
         reached = [state for state in states if len(state[0]) == done]
         for text, running in reached:
             weight = states.pop((text, running))
-            count = adaptive.choose(*running)
-            lengths[done].add(count)
-            count = min(count, end - done - 1)
-            for drafted in itertools.product(range(size), repeat=count):
+            for drafted, told in drafts(q, text, end - done - 1, adaptive, running, confident):
+                count = len(drafted)
+                lengths[done].add(count)
                 seen = [text + drafted[:i] for i in range(count + 1)]
                 q_rows = torch.stack([q[done + i][seen[i]] for i in range(count)]) if count else p[0].new_empty(0, size)
                 chance = float(q_rows[torch.arange(count), list(drafted)].prod())
-                if chance == 0:
-                    continue
                 p_rows = torch.stack([p[done + i][seen[i]] for i in range(count + 1)])
                 stop, following = law(p_rows, q_rows, torch.tensor(drafted, dtype=torch.long), rule)
                 for kept, token in itertools.product(range(count + 1), range(size)):
                     mass = weight * chance * float(stop[kept] * following[kept, token])
                     if mass:
-                        told = seen[kept] + (token,)
-                        if len(told) == end:
-                            answers[told] += mass
+                        now = seen[kept] + (token,)
+                        if len(now) == end:
+                            answers[now] += mass
                         else:
-                            state = told, adaptive.after(*running, count, kept)
+                            state = now, adaptive.after(running, told, kept)
                             states[state] = states.get(state, 0.0) + mass
     assert not states
     return answers, lengths
 
 
 @rules
+@pytest.mark.parametrize("confident", [False, True])
 @pytest.mark.parametrize(("size", "tokens", "zeros"), [(2, 6, 0), (3, 4, 0), (3, 4, 0.4)])
-def test_an_adaptive_k_keeps_the_joint_law_over_rounds(rule, size, tokens, zeros):
+def test_an_adaptive_k_keeps_the_joint_law_over_rounds(rule, confident, size, tokens, zeros):
     p, q = rows(0, size, tokens, zeros), rows(1, size, tokens, zeros)
-    found, lengths = over_rounds(p, q, ADAPTIVE, rule)
+    found, lengths = over_rounds(p, q, ADAPTIVE, rule, confident)
     expected = {}
     for answer in itertools.product(range(size), repeat=tokens):
         expected[answer] = float(torch.stack([p[i][answer[: i + 1]] for i in range(tokens)]).prod())
@@ -134,13 +147,20 @@ def test_float32_leaves_its_own_rounding(monkeypatch, rule):
     assert 0 < error < 1e-6
 
 
+class Silent(ModelDraft):
+    """It does not tell how confident it is, as on a GPU: K is chosen before the round."""
+
+    confident = False
+
+
 @rules
-def test_every_path_with_an_adaptive_k(monkeypatch, rule):
-    error, paths = enumerated(monkeypatch, Prefixes(0, 2), ModelDraft(Prefixes(1, 2)), [1], ADAPTIVE, 5, rule=rule)
+@pytest.mark.parametrize("kind", [ModelDraft, Silent])
+def test_every_path_with_an_adaptive_k(monkeypatch, rule, kind):
+    error, paths = enumerated(monkeypatch, Prefixes(0, 2), kind(Prefixes(1, 2)), [1], ADAPTIVE, 5, rule=rule)
     assert error < 1e-12
     lengths = defaultdict(set)
     for r in (r for out in paths for r in out.rounds):
-        lengths[r.start].add(r.asked)
+        lengths[r.start].add(r.drafted)
     assert max(map(len, lengths.values())) > 1, "K is the same on every path"
 
 
