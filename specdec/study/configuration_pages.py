@@ -82,7 +82,7 @@ class _Account:
         """Paragraphs and tables."""
         own = self.greedy[self.greedy.configuration == name].sort_values("k")
         best = own.loc[own.speedup.idxmax()]
-        pieces = [summary(best), *self._target(name)]
+        pieces = [summary(best), *self._beside(name), *self._target(name)]
         rounds = tables.records(self.machine, "rounds").query("configuration == @name")
         rates = tables.acceptance(rounds[rounds.temperature == rounds.temperature.min()], ["k"]).set_index("k")
         own = own.assign(
@@ -109,6 +109,20 @@ class _Account:
             chapter.table_text(own.rename(columns=ends), K="{}", **{column: "{:.2f}" for column in ends.values()}),
             "{doc}`../notebooks/cost-model` sets prediction against measurement on prompts that the prediction has not seen.",
         ]
+
+    def _beside(self, name):
+        """What a K that adapts makes of it, and sampling at T = 1."""
+        table = tables.speedups(self.machine)
+        parts = []
+        for temperature in sorted(table[table.configuration == name].temperature.unique()):
+            row, word = tables.best(table, name, temperature=temperature), chapter.sampling(temperature)
+            fixed = f"{claims.times(row)} times over all domains at its best $K$ = {row.k}" if temperature else ""
+            adapts = claims.adapting(self.machine, name, temperature)
+            adapts = f"{adapts} with a $K$ that adapts" if adapts else ""
+            if fixed or adapts:
+                parts.append(f"{word}, " + ", ".join(filter(None, [fixed, adapts])))
+        text = "; ".join(parts)
+        return [f"{text[0].upper()}{text[1:]}."] if text else []
 
     def _target(self, name):
         """How far a target is from the dense one, where it is another."""

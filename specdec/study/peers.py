@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
+import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +18,9 @@ class Arm:
     """One way to decode.
 
     name: of the arm; library: whose loop it is, with its version; baseline: name of the arm in which the same library
-    decodes with the same target alone, its own for that one; k: draft length, 0 without drafts; decode: (prompt ids,
-    tokens wanted) -> new tokens, greedy, past any end token, so many exactly, and everything forgotten from call to call.
+    decodes with the same target alone, its own for that one; k: draft length, 0 without drafts, ``configurations.ADAPTIVE``
+    where it adapts; decode: (prompt ids, tokens wanted) -> new tokens, greedy, past any end token, so many exactly, and
+    everything forgotten from call to call.
     """
 
     name: str
@@ -27,11 +30,14 @@ class Arm:
     decode: Callable[[list[int], int], list[int]]
 
 
-def arms(names: Sequence[str], k: int) -> tuple[list[Arm], dict[str, str]]:
-    """The arms of configurations ``names``, of which the first says what the peers decode; and why others are left out."""
+def arms(names: Sequence[str], k: int, prompt_ids: Sequence[int]) -> tuple[list[Arm], dict[str, str]]:
+    """The arms of configurations ``names``, of which the first says what the peers decode; and why others are left out.
+
+    The first has an arm more, whose K adapts, up to 2 k; behind ``prompt_ids`` its costs are measured.
+    """
     study = configurations.study().configurations
     reasons = {name: pairs.unavailable(study[name]) for name in names}
-    found = ours({name: study[name] for name in names if not reasons[name]}, k)
+    found = ours({name: study[name] for name in names if not reasons[name]}, k, {names[0]: prompt_ids})
     first = study[names[0]]
     for maker in (transformers, llama_cpp_python, xllamacpp):
         made = maker(first, k)
@@ -42,9 +48,13 @@ def arms(names: Sequence[str], k: int) -> tuple[list[Arm], dict[str, str]]:
     return found, {name: why for name, why in reasons.items() if why}
 
 
-def ours(chosen: dict[str, Configuration], k: int) -> list[Arm]:
-    """Target-only and speculative decoding of this package; configurations with one and the same target share it."""
+def ours(chosen: dict[str, Configuration], k: int, adaptive: dict[str, Sequence[int]]) -> list[Arm]:
+    """Target-only and speculative decoding of this package; configurations with one and the same target share it.
+
+    ``adaptive``: names of those that have an arm whose K adapts, and ids behind which its costs are measured.
+    """
     import specdec
+    from specdec import latency
 
     greedy, targets, found = specdec.Sampling(temperature=0), {}, []
     library = f"specdec {specdec.__version__}"
@@ -58,7 +68,13 @@ def ours(chosen: dict[str, Configuration], k: int) -> list[Arm]:
             target, alone = targets[key] = pairs.load_target(one), f"{name}, target alone"
             found.append(Arm(alone, library, alone, 0, decoder(target, None, 0)))
         target, alone = targets[key]
-        found.append(Arm(name, library, alone, k, decoder(target, pairs.load_draft(one, target), k)))
+        draft = pairs.load_draft(one, target)
+        found.append(Arm(name, library, alone, k, decoder(target, draft, k)))
+        if name in adaptive:
+            length = specdec.AdaptiveK(latency.measure_costs(target, draft, adaptive[name], 2 * k), 2 * k)
+            found.append(
+                Arm(f"{name}, adaptive", library, alone, configurations.ADAPTIVE, decoder(target, draft, length))
+            )
     return found
 
 
@@ -140,31 +156,30 @@ def xllamacpp(one: Configuration, k: int) -> list[Arm] | str:
     if not importlib.util.find_spec("xllamacpp"):
         return "xllamacpp is not installed (`make llama` installs it)"
     import torch
-    import xllamacpp as library
 
     from specdec.models import weights
 
+    files = [str(weights.fetch(name)) for name in one.weights()]
+
     def server(drafts):
-        params = library.CommonParams()
-        params.model.path = str(weights.fetch(one.target))
-        params.n_ctx, params.n_parallel, params.cache_prompt, params.verbosity = 4096, 1, False, -1
-        for pool in (params.cpuparams, params.cpuparams_batch):
-            pool.n_threads = torch.get_num_threads()
-        if drafts:
-            own = params.speculative.draft
-            own.mparams.path = str(weights.fetch(one.draft.weights))
-            own.n_max, own.n_min, own.p_min = k, 0, 0.0
-            params.speculative.types = [library.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
-            for pool in (own.cpuparams, own.cpuparams_batch):
-                pool.n_threads = torch.get_num_threads()
-        return library.Server(params)
+        given = files if drafts else files[:1]
+        here, there = multiprocessing.Pipe()
+        spawn = multiprocessing.get_context("spawn")
+        spawn.Process(target=_serve, args=(there, given, k, torch.get_num_threads()), daemon=True).start()
+        there.close()
+        try:
+            here.recv()
+        except EOFError:
+            raise RuntimeError(f"xllamacpp cannot serve {' with '.join(given)}: see above") from None
+        return here
 
     tokenizer = pairs.tokenizer(one)
 
     def decoder(server):
         def decode(ids, tokens):
             request = {"prompt": ids, "n_predict": tokens, "temperature": 0.0, "ignore_eos": True}
-            answer = server.handle_completions(request | {"cache_prompt": False})
+            server.send(request | {"cache_prompt": False})
+            answer = server.recv()
             if answer.get("usage", {}).get("completion_tokens") != tokens:
                 raise RuntimeError(f"xllamacpp was asked for {tokens} tokens and answered {answer}")
             # It gives text only: these ids may be fewer or more than were generated.
@@ -177,3 +192,28 @@ def xllamacpp(one: Configuration, k: int) -> list[Arm] | str:
     if one.draft.kind == "model":
         found.append(Arm("llama.cpp, wheel, own drafts", version, alone, k, decoder(server(True))))
     return found
+
+
+def _serve(pipe, files, k, threads):
+    """Answer completions until the pipe is closed, in a process of its own.
+
+    The server computes in a thread of its own. In one process with torch that is one thread too many for the OpenMP
+    library, which then lets idle threads sleep at once: every operation of every arm waits for them to wake.
+    """
+    import xllamacpp as library
+
+    params = library.CommonParams()
+    params.model.path = files[0]
+    params.n_ctx, params.n_parallel, params.cache_prompt, params.verbosity = 4096, 1, False, -1
+    own = params.speculative.draft
+    for pool in (params.cpuparams, params.cpuparams_batch, own.cpuparams, own.cpuparams_batch):
+        pool.n_threads = threads
+    if len(files) > 1:
+        own.mparams.path = files[1]
+        own.n_max, own.n_min, own.p_min = k, 0, 0.0
+        params.speculative.types = [library.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+    server = library.Server(params)
+    pipe.send(None)  # ready
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(server.handle_completions(pipe.recv()))

@@ -1,6 +1,7 @@
 """The peers beside the loops here, on tiny models; what needs another package is skipped where it is not installed."""
 
 import pandas as pd
+import psutil
 import pytest
 from kit import GREEDY, tiny
 
@@ -48,11 +49,14 @@ def test_configurations_with_one_target_share_it(monkeypatch):
     monkeypatch.setattr(pairs, "load_target", lambda one: loads.append(one.target) or TorchModel(tiny(0)))
     monkeypatch.setattr(pairs, "load_draft", lambda one, target: ModelDraft(TorchModel(tiny(1))))
     declared = configurations.study().configurations
-    arms = peers.ours({name: declared[name] for name in ("cpu-bf16", "int8-draft", "cpu-fp32")}, 3)
+    arms = peers.ours(
+        {name: declared[name] for name in ("cpu-bf16", "int8-draft", "cpu-fp32")}, 3, {"cpu-bf16": PROMPT}
+    )
     assert len(loads) == 2
     assert [(arm.name, arm.baseline, arm.k) for arm in arms] == [
         ("cpu-bf16, target alone", "cpu-bf16, target alone", 0),
         ("cpu-bf16", "cpu-bf16, target alone", 3),
+        ("cpu-bf16, adaptive", "cpu-bf16, target alone", -1),
         ("int8-draft", "cpu-bf16, target alone", 3),
         ("cpu-fp32, target alone", "cpu-fp32, target alone", 0),
         ("cpu-fp32", "cpu-fp32, target alone", 3),
@@ -68,18 +72,21 @@ def test_llama_cpp_decodes_as_it_is_told(maker, package):
         weights.fetch(one.target)
     except weights.WeightsUnavailable as error:
         pytest.skip(str(error))
+    threads = psutil.Process().num_threads()
     [arm] = getattr(peers, maker)(one, 3)
     ids = pairs.tokenizer(one)("def fibonacci(n):")["input_ids"]
     first = arm.decode(ids, 12)
     assert (len(first) == 12 or maker == "xllamacpp") and all(isinstance(token, int) for token in first)
     assert arm.decode(ids[:2], 12) != first and arm.decode(ids, 12) == first  # nothing is carried over
+    if maker == "xllamacpp":  # no thread of another library slows down the arms here
+        assert psutil.Process().num_threads() == threads
 
 
 def test_what_is_not_installed_is_left_out_with_the_reason(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(peers, "ours", lambda chosen, k: [])
+    monkeypatch.setattr(peers, "ours", lambda chosen, k, adaptive: [])
     monkeypatch.setattr(peers, "transformers", lambda one, k: [])
-    found, left = peers.arms(["cpu-bf16", "gguf-draft"], 3)
+    found, left = peers.arms(["cpu-bf16", "gguf-draft"], 3, PROMPT)
     assert found == [] and set(left) == {"gguf-draft", "llama_cpp_python", "xllamacpp"}
     assert all("make llama" in why for why in left.values())
 

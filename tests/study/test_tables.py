@@ -170,6 +170,9 @@ def test_an_adaptive_k_is_held_against_the_k_of_the_other_half(machine):
     assert row.of_fixed == row.of_fixed_low == row.of_fixed_high == pytest.approx(slow / 0.5, rel=1e-5)
     assert row.speedup == pytest.approx(2.0, rel=1e-5) and row.ks == [2, 4] and row.prompts == 8
     assert set(tables.speedups("box").k) == {2, 4} and set(tables.predictions("box").k) == {2, 4}
+    told = "2.00 (2.00 to 2.00) times over all domains and 2.00 (2.00 to 2.00) times on code"
+    assert f"; with a K that adapts, {told}. " in claims.answer("box")
+    assert configuration_pages._Account("box")._beside("cpu-bf16") == [f"Greedy, {told} with a $K$ that adapts."]
     make(machine, {0: [1.0] * 3, 2: [0.5] * 3, configurations.ADAPTIVE: [0.5] * 3}, name="cpu-fp32")
     assert set(tables.adaptive("box").configuration) == {"cpu-bf16"}  # three prompts make no two halves
 
