@@ -95,8 +95,7 @@ def best_k(survival: ArrayLike, c: float, v_by_n: Mapping[int, float], overhead:
     measured = sorted(v_by_n)
     if not measured or measured[0] > 2 or measured[-1] < len(survival) + 1:
         raise ValueError(f"v must be measured from n <= 2 to n >= {len(survival) + 1}, not only at {measured}")
-    cost = np.interp(np.arange(2, len(survival) + 2), measured, [_cost(v_by_n[n], f"v({n})") for n in measured])
-    for k, v in enumerate(cost, start=1):
+    for k, v in enumerate(_v(v_by_n, np.arange(2, len(survival) + 2)), start=1):
         predicted = speedup(survival[:k], c, v, overhead)
         if predicted > best[1]:
             best = (k, predicted)
@@ -152,25 +151,27 @@ class AdaptiveK:
             raise ValueError(f"k_max must be an int >= 1, not {self.k_max!r}")
         self.choose(self.start)
 
-    def choose(self, running: tuple[float, float, float]) -> int:
-        """K for the next round, 0..k_max; 0: no draft pays."""
-        return self._best(self._acceptance(running))[0]
+    def choose(self, running: tuple[float, float, float]) -> tuple[int, float]:
+        """K for the next round, 0..k_max, and the speedup predicted for it; (0, 1.0): no draft pays."""
+        survival = self._acceptance(running) ** np.arange(1, self.k_max + 1)
+        return best_k(survival, self.costs.c, self.costs.v, self.costs.overhead)
 
-    def enough(self, running: tuple[float, float, float], confidences: Sequence[float]) -> bool:
+    def enough(self, running: tuple[float, float, float], speedup: float, confidences: Sequence[float]) -> bool:
         """Whether this round's draft, whose tokens have such ``confidences``, is long enough.
 
         A token that is not drawn yet has the running acceptance a for its chance to be kept; one that is drawn has the
         more, the less it is in doubt: a^(doubt / mean doubt), doubt = -ln confidence. So a draft that is surer, or less
         sure, than it should be is seen through, and one that is always equally sure is stopped at the K of :meth:`choose`.
-        Going on pays where the tokens that it is expected to add outweigh its cost, at the best predicted speedup.
+        Going on pays where the tokens that it is expected to add outweigh its cost, at the ``speedup`` that
+        :meth:`choose` predicts for this round.
         """
         a, drawn = self._acceptance(running), len(confidences)
         mean_doubt = (running[2] + self.unknown[2]) / (running[0] + self.unknown[0])
         kept = a ** (-np.log(confidences).sum() / mean_doubt)
         more = np.arange(1, self.k_max - drawn + 1)
-        v = np.interp(drawn + 1 + np.append(0, more), *zip(*sorted(self.costs.v.items()), strict=True))
+        v = _v(self.costs.v, drawn + 1 + np.append(0, more))
         added = kept * (a**more).cumsum()
-        return not (added > self._best(a)[1] * (more * self.costs.c + v[1:] - v[0])).any()
+        return not (added > speedup * (more * self.costs.c + v[1:] - v[0])).any()
 
     def after(
         self, running: tuple[float, float, float], confidences: Sequence[float], kept: int
@@ -185,9 +186,6 @@ class AdaptiveK:
 
     def _acceptance(self, running):
         return (running[1] + self.unknown[1]) / (running[0] + self.unknown[0])
-
-    def _best(self, a):
-        return best_k(a ** np.arange(1, self.k_max + 1), self.costs.c, self.costs.v, self.costs.overhead)
 
 
 def break_even_c(tokens: float, k: int, v: float, overhead: float = 0.0) -> float:
@@ -236,6 +234,12 @@ def _survival(survival):
     if (np.diff(survival) > 1e-12).any():
         raise ValueError("survival must not increase: S_k counts rounds with at least k accepted (these may be a_k)")
     return survival
+
+
+def _v(v_by_n, n):
+    """v at each n, linear between those measured."""
+    measured = sorted(v_by_n)
+    return np.interp(n, measured, [_cost(v_by_n[m], f"v({m})") for m in measured])
 
 
 def _cost(value, name):

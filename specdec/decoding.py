@@ -199,10 +199,10 @@ def _decode(target, draft, prompt_ids, k, max_new_tokens, sampling, seed, eos, r
     while room > len(out.tokens):
         begin = time.perf_counter()
         start = len(context)
-        length = adaptive.choose(running) if adaptive else k
+        length, speedup = adaptive.choose(running) if adaptive else (k, None)
         confidences, enough = [], None
         if adaptive and length and getattr(draft, "confident", False):
-            length, enough = k, functools.partial(_enough, adaptive, running, confidences)
+            length, enough = k, functools.partial(_enough, adaptive, running, speedup, confidences)
         asked = min(length, room - len(out.tokens) - 1)  # the round adds one token of the target's own
         drafting = getattr(draft, "forward_seconds", 0.0)
         draft_marks = [devices.mark(draft_device)]
@@ -254,10 +254,10 @@ def _decode(target, draft, prompt_ids, k, max_new_tokens, sampling, seed, eos, r
     return out
 
 
-def _enough(adaptive, running, confidences, confidence) -> bool:
+def _enough(adaptive, running, speedup, confidences, confidence) -> bool:
     """What a draft is asked for after each token; ``confidences`` are kept for the end of the round."""
     confidences.append(confidence)
-    return adaptive.enough(running, confidences)
+    return adaptive.enough(running, speedup, confidences)
 
 
 def _proposed(draft, context, asked, sampling, generator, vocab_size, enough):

@@ -145,16 +145,17 @@ COSTS = cm.Costs(c=0.3, v={1: 1.0, 2: 1.02, 9: 1.2}, overhead=0.02)
 
 def test_adaptive_k_follows_acceptance():
     chooser = cm.AdaptiveK(COSTS, 8)
-    lengths = [chooser.choose((10.0, 10.0 * rate, 10.0)) for rate in (0, 0.25, 0.5, 0.75, 0.9, 1)]
+    lengths = [chooser.choose((10.0, 10.0 * rate, 10.0))[0] for rate in (0, 0.25, 0.5, 0.75, 0.9, 1)]
     assert lengths == sorted(lengths) and lengths[0] == 0 and lengths[-1] == 8
-    assert chooser.choose((0.0, 0.0, 0.0)) > 0  # what has not been tried is tried
+    assert chooser.choose((0.0, 0.0, 0.0))[0] > 0  # what has not been tried is tried
     slow = cm.AdaptiveK(cm.Costs(c=1.2, v={1: 1.0, 9: 9.0}), 8)
-    assert slow.choose((100.0, 100.0, 100.0)) == 0  # no acceptance pays for such costs
+    assert slow.choose((100.0, 100.0, 100.0))[0] == 0  # no acceptance pays for such costs
 
 
 def drafted(chooser, running, confidences):
     """How many tokens of such confidences are drawn."""
-    return next((n for n in range(1, len(confidences)) if chooser.enough(running, confidences[:n])), len(confidences))
+    speedup, longest = chooser.choose(running)[1], len(confidences)
+    return next((n for n in range(1, longest) if chooser.enough(running, speedup, confidences[:n])), longest)
 
 
 def test_adaptive_k_stops_where_the_draft_is_in_doubt():
@@ -170,8 +171,9 @@ def test_adaptive_k_of_a_draft_that_is_always_equally_sure(rate, confidence):
     running = (1000.0, 1000 * rate, -1000 * math.log(confidence))
     for v in ({1: 1.0, 9: 1.4}, {1: 1.0, 4: 1.1, 5: 1.5, 8: 1.6, 9: 2.0}, {1: 1.0, 9: 3.0}):
         chooser = cm.AdaptiveK(cm.Costs(c=0.1, v=v), 8)
-        if chooser.choose(running) and confidence < 1:
-            assert drafted(chooser, running, [confidence] * 8) == chooser.choose(running)
+        length = chooser.choose(running)[0]
+        if length and confidence < 1:
+            assert drafted(chooser, running, [confidence] * 8) == length
         assert np.isfinite(chooser.after(running, [confidence] * 8, 3)).all()
 
 

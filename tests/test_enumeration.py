@@ -32,12 +32,12 @@ def variation(found, expected):
 
 def drafts(q, text, room, adaptive, running, confident):
     """Every draft behind ``text``, as (tokens, confidences); one that is confident stops at different lengths."""
-    length = adaptive.choose(running)
+    length, speedup = adaptive.choose(running)
     size, length = len(q[0]), min(adaptive.k_max if confident and length else length, room)
     growing = [((), ())]
     while growing:
         tokens, told = growing.pop()
-        if len(tokens) == length or (confident and tokens and adaptive.enough(running, told)):
+        if len(tokens) == length or (confident and tokens and adaptive.enough(running, speedup, told)):
             yield tokens, told
             continue
         row = q[len(text) + len(tokens)][text + tokens]

@@ -77,16 +77,19 @@ def answer(machine: str) -> str:
     )
     if code is not None:
         text += f", {times(code)} times on code"
-    if adapts := adapting(machine, row.configuration, row.temperature):
+    if adapts := adapting(tables.adaptive(machine), row.configuration, row.temperature):
         text += f"; with a K that adapts, {adapts}"
     return text + f". {lossless(machine, row.configuration)}"
 
 
-def adapting(machine: str, configuration: str, temperature: float) -> str:
-    """Speedup over target-only decoding with an adaptive K, over all domains and on code; "" where it was not measured."""
-    table = tables.adaptive(machine)
+def adapting(table: pd.DataFrame, configuration: str, temperature: float) -> str:
+    """Speedup over target-only decoding with an adaptive K, over all domains and on code; "" where it was not measured.
+
+    Args:
+        table: of ``tables.adaptive``.
+    """
     table = table[(table.configuration == configuration) & (table.temperature == temperature)]
-    table = table.drop(columns=["speedup_low", "speedup_high"]).assign(low=table.speedup_low, high=table.speedup_high)
+    table = table.rename(columns={"speedup_low": "low", "speedup_high": "high"})
     words = {"all": "over all domains", "code": "on code"}
     found = {row.domain: times(row) for row in table.itertuples()}
     return " and ".join(f"{found[domain]} times {where}" for domain, where in words.items() if domain in found)

@@ -72,6 +72,7 @@ class _Account:
         predicted = tables.predictions(machine)
         lowest = predicted.temperature == predicted.temperature.min() if len(predicted) else []
         self.greedy = predicted[(predicted.domain == "all") & lowest] if len(predicted) else predicted
+        self.speedups, self.adaptive = tables.speedups(machine), tables.adaptive(machine)
         self.fidelity = tables.fidelity(machine).set_index("configuration")
 
     def has(self, name: str) -> bool:
@@ -112,15 +113,16 @@ class _Account:
 
     def _beside(self, name):
         """What a K that adapts makes of it, and sampling at T = 1."""
-        table = tables.speedups(self.machine)
         parts = []
-        for temperature in sorted(table[table.configuration == name].temperature.unique()):
-            row, word = tables.best(table, name, temperature=temperature), chapter.sampling(temperature)
-            fixed = f"{claims.times(row)} times over all domains at its best $K$ = {row.k}" if temperature else ""
-            adapts = claims.adapting(self.machine, name, temperature)
-            adapts = f"{adapts} with a $K$ that adapts" if adapts else ""
-            if fixed or adapts:
-                parts.append(f"{word}, " + ", ".join(filter(None, [fixed, adapts])))
+        for temperature in sorted(self.speedups[self.speedups.configuration == name].temperature.unique()):
+            said = []
+            if temperature:  # the summary has the greedy one
+                row = tables.best(self.speedups, name, temperature=temperature)
+                said.append(f"{claims.times(row)} times over all domains at its best $K$ = {row.k}")
+            if adapts := claims.adapting(self.adaptive, name, temperature):
+                said.append(f"{adapts} with a $K$ that adapts")
+            if said:
+                parts.append(", ".join([chapter.sampling(temperature), *said]))
         text = "; ".join(parts)
         return [f"{text[0].upper()}{text[1:]}."] if text else []
 
